@@ -1,0 +1,588 @@
+"""DeAR: Fine-Grained VLM Adaptation by Decomposing Attention Head Roles (CVPR 2026, arXiv 2603.01111).
+
+    clip = load_clip("ViT-B-16", "openai")                            # frozen, QuickGELU as the tag asks
+    roles = read_roles("my_roles.json", clip)                         # who may see which attribute token
+    model = DeAR(clip, roles)
+    prompts = model.prompts(tokenize(clip, ["banded texture.", "dotted texture."]))
+    f_cls, f_attr, f_text, f_cls0 = model(images, prompts)            # [B, E], [B, A, E], [C, E], [B, E]
+    logits = fuse(f_cls, f_attr, f_text, model.alpha, clip.tau)       # [B, C]
+
+    paper          here                 shape
+    r_attr         model.attr_tokens    [A, D_v]      learned, after CLS and patches from layer J on
+    r_text         model.text_tokens    [K, D_t]      learned, after BOT from layer J on
+    W_attr         model.attr_proj      [D_v, E]      learned, starts as CLIP's own image projection
+    w, α           model.w, .alpha      [1 + A]       learned; α = softmax(w), α[0] is the class feature's
+    role mask      roles.visible        [L-J+1, H, A] may original tokens of (layer, head) see attribute token a?
+    τ              clip.tau             []            exp(logit_scale), frozen
+
+Sizes: B images, C classes, N = 1 + patches original image tokens, T text tokens, H heads, D width, E joint width.
+The paper counts layers from 1 and heads from 0; `resblocks[0]` is layer 1. J is the first of the last four layers.
+Mask polarity: True means "may attend" everywhere in this file, as in `scaled_dot_product_attention`.
+"""
+import json
+import math
+import os
+import pickle
+import warnings
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from einops import pack, rearrange, repeat, unpack
+from torch import nn
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+ADAPTED_LAYERS = 4                        # J..L: the last four layers of each tower (paper: 9 to 12 of ViT-B/16)
+ATTRIBUTES = ("color", "shape", "texture", "object", "location")                      # the paper's five core attributes
+PUBLISHED_HEADS = {"object": (12, 7), "shape": (12, 5), "texture": (11, 5), "color": (12, 10), "location": (12, 0)}
+DEMO = Path(__file__).resolve().with_name("demo")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message is one line: what is wrong, where, and what to do."""
+
+
+# ---------------------------------------------------------------------------------------------- roles and their mask
+
+class Roles(NamedTuple):
+    """The role map of a checkpoint, as one table.
+
+    attributes: A names, in the order of the attribute tokens. visible: bool `[layers, H, A]` for layers J..L (METHOD:
+    mixed = all True, generalization = all False, attribute a = one-hot). source: where it comes from, for the record.
+    """
+    attributes: tuple
+    visible: torch.Tensor
+    source: str
+
+
+def role_row(role, attributes):
+    """One head's row of the table `[A]`. role: "mixed", "generalization" or the name of an attribute."""
+    return [role == "mixed" or role == attribute for attribute in attributes]
+
+
+def uniform_roles(role, clip, attributes=ATTRIBUTES):
+    """Every head of layers J..L in the same role: "mixed" is plain insertion, "generalization" shuts the tokens out."""
+    return Roles(tuple(attributes), torch.tensor([[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS),
+                 f"every head {role}")
+
+
+def published_roles(clip):
+    """The paper's published anchors (Table 1, Figure 1; ViT-B/16), every other head isolated. Errors: InputError."""
+    if (clip.layers, clip.heads) != (12, 12):
+        raise InputError(f"no role map for {clip.name} ({clip.layers} layers x {clip.heads} heads): the paper publishes "
+                         "heads of ViT-B/16 only; give --roles FILE, or --roles mixed to mask nothing")
+    roles = uniform_roles("generalization", clip)
+    for attribute, (layer, head) in PUBLISHED_HEADS.items():
+        roles.visible[layer - (clip.layers - ADAPTED_LAYERS + 1), head, ATTRIBUTES.index(attribute)] = True
+    return roles._replace(source="the paper's published heads of ViT-B/16, every other head isolated")
+
+
+def read_roles(path, clip):
+    """Reads a role map: JSON with `attributes`, and under `map` a role for every head "L9 H0" of layers J..L.
+
+    A role is "mixed", "generalization", "expert" (of a concept that is no attribute: isolated, like generalization) or
+    "attribute", which names its `attribute`. Errors: InputError, naming the head.
+    """
+    try:
+        file = json.loads(Path(path).read_text())
+        attributes, heads = tuple(file["attributes"]), file["map"]
+    except OSError as error:
+        raise InputError(f"role map {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
+    first = clip.layers - ADAPTED_LAYERS + 1
+    expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
+    missing, extra = [h for h in expected if h not in heads], [h for h in heads if h not in expected]
+    if missing or extra:
+        what = f"has no role for {missing[0]}" if missing else f"has a role for {extra[0]}"
+        raise InputError(f"role map {path} {what}; {clip.name} needs layers {first}-{clip.layers}, "
+                         f"heads 0-{clip.heads - 1}: is it another model's?")
+    rows = []
+    for name in expected:
+        role, attribute = heads[name].get("role"), heads[name].get("attribute")
+        if role not in ("mixed", "generalization", "expert", "attribute"):
+            raise InputError(f"role map {path}, {name}: unknown role {role!r}; "
+                             "use mixed, generalization, expert or attribute")
+        if role == "attribute" and attribute not in attributes:
+            raise InputError(f"role map {path}, {name}: attribute {attribute!r} is not among {', '.join(attributes)}")
+        rows.append(role_row(attribute if role == "attribute" else role, attributes))
+    visible = torch.tensor(rows).view(ADAPTED_LAYERS, clip.heads, len(attributes))
+    for a, attribute in enumerate(attributes):
+        if not visible[..., a].any():
+            raise InputError(f"role map {path}: no head may see attribute {attribute!r}; "
+                             "give it a head or take it out of `attributes`")
+    return Roles(attributes, visible, file.get("source", str(path)))
+
+
+def role_mask(shown):
+    """The rule of METHOD 2 as a flex_attention score_mod: query i and key j meet iff both are shown, or neither is.
+
+    shown: bool `[H, N + A]`, is this token visible to original tokens in this head? (originals always are). What is
+    shut out still sees itself and the others shut out, so no row is ever all -inf, and nothing crosses.
+    """
+    def score_mod(score, batch, head, query, key):
+        return torch.where(shown[head, query] == shown[head, key], score, -torch.inf)
+    return score_mod
+
+
+compiled_flex_attention = torch.compile(flex_attention)         # compiled at its first call; uncompiled it is a slow oracle
+
+
+def role_attention(visible, tokens, flex):
+    """How queries meet keys in one layer. visible: `[H, A]`; tokens: N. Returns `(q, k, v) -> out`, `[B, H, N + A, d]`.
+
+    One rule, two executors: flex_attention with the score_mod on CUDA; elsewhere the same score_mod, expanded once to a
+    dense mask for scaled_dot_product_attention, because FlexAttention has no backward on CPU and MPS (torch 2.14).
+    """
+    H, A = visible.shape
+    shown = torch.cat([visible.new_ones(H, tokens), visible], dim=1)
+    if flex:
+        return partial(compiled_flex_attention, score_mod=role_mask(shown))
+    mask = create_mask(role_mask(shown), 1, H, tokens + A, tokens + A, device=visible.device)
+    return partial(F.scaled_dot_product_attention, attn_mask=mask)
+
+
+causal = partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+# --------------------------------------------------------------------------- CLIP's two towers, OpenCLIP's key names
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x, attend):
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        return self.out_proj(rearrange(attend(q, k, v), "b h n d -> b n (h d)"))
+
+
+class MLP(nn.Module):
+    def __init__(self, width, ratio, quick_gelu):
+        super().__init__()
+        self.c_fc = nn.Linear(width, int(width * ratio))
+        self.c_proj = nn.Linear(int(width * ratio), width)
+        self.quick_gelu = quick_gelu
+
+    def forward(self, x):
+        x = self.c_fc(x)
+        return self.c_proj(x * torch.sigmoid(1.702 * x) if self.quick_gelu else F.gelu(x))
+
+
+class Block(nn.Module):
+    """One pre-norm layer. `attend` is how queries meet keys: plain, causal or a role mask."""
+    def __init__(self, width, heads, mlp_ratio, quick_gelu):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, mlp_ratio, quick_gelu)
+
+    def forward(self, x, attend=F.scaled_dot_product_attention):
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width, layers, heads, mlp_ratio, quick_gelu):
+        super().__init__()
+        self.resblocks = nn.ModuleList(Block(width, heads, mlp_ratio, quick_gelu) for _ in range(layers))
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, embed_dim, quick_gelu, width, layers, patch_size, image_size, head_width=64, mlp_ratio=4.0):
+        super().__init__()
+        patches = (image_size // patch_size) ** 2
+        self.conv1 = nn.Conv2d(3, width, patch_size, stride=patch_size, bias=False)
+        self.class_embedding = nn.Parameter(torch.empty(width))
+        self.positional_embedding = nn.Parameter(torch.empty(1 + patches, width))
+        self.ln_pre = nn.LayerNorm(width)
+        self.transformer = Transformer(width, layers, width // head_width, mlp_ratio, quick_gelu)
+        self.ln_post = nn.LayerNorm(width)
+        self.proj = nn.Parameter(torch.empty(width, embed_dim))
+
+    def embed(self, images):
+        """`[B, 3, S, S]` → the tokens that enter layer 1, `[B, N, D_v]`."""
+        x = rearrange(self.conv1(images), "b d y x -> b (y x) d")
+        cls = repeat(self.class_embedding, "d -> b 1 d", b=len(x))
+        return self.ln_pre(torch.cat([cls, x], dim=1) + self.positional_embedding)
+
+    def head(self, x):
+        """Rows of the last layer's output `[..., D_v]` → features `[..., E]`, not normalised."""
+        return self.ln_post(x) @ self.proj
+
+
+class CLIP(nn.Module):
+    """A CLIP of OpenCLIP's plain family (ViT + causal text transformer), with OpenCLIP's parameter names.
+
+    config: an OpenCLIP model configuration. Parameters are uninitialised: `load_clip` fills them.
+    """
+    def __init__(self, config, quick_gelu):
+        super().__init__()
+        text = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12, "mlp_ratio": 4.0,
+                **config["text_cfg"]}
+        self.visual = VisionTransformer(config["embed_dim"], quick_gelu, **config["vision_cfg"])
+        self.token_embedding = nn.Embedding(text["vocab_size"], text["width"])
+        self.positional_embedding = nn.Parameter(torch.empty(text["context_length"], text["width"]))
+        self.transformer = Transformer(text["width"], text["layers"], text["heads"], text["mlp_ratio"], quick_gelu)
+        self.ln_final = nn.LayerNorm(text["width"])
+        self.text_projection = nn.Parameter(torch.empty(text["width"], config["embed_dim"]))
+        self.logit_scale = nn.Parameter(torch.empty(()))
+        self.layers, self.heads = config["vision_cfg"]["layers"], self.visual.transformer.resblocks[0].attn.heads
+        self.image_size, self.context_length = config["vision_cfg"]["image_size"], text["context_length"]
+        self.quick_gelu = quick_gelu
+
+    @property
+    def tau(self):
+        return self.logit_scale.exp()
+
+    def text_embed(self, tokens):
+        """Token ids `[C, T]`, T up to the context length → what enters layer 1, `[C, T, D_t]`."""
+        return self.token_embedding(tokens) + self.positional_embedding[:tokens.shape[1]]
+
+    def text_head(self, x):
+        return self.ln_final(x) @ self.text_projection
+
+    def encode_image(self, images):
+        """open_clip's encode_image: `[B, 3, S, S]` → `[B, E]`, not normalised."""
+        x = self.visual.embed(images)
+        for block in self.visual.transformer.resblocks:
+            x = block(x)
+        return self.visual.head(x[:, 0])
+
+    def encode_text(self, tokens):
+        """open_clip's encode_text: ids `[C, T]` → `[C, E]`, not normalised. The mask is causal and the feature is read
+        at EOT, the greatest id, so that what follows the longest prompt's EOT may be trimmed."""
+        x = self.text_embed(tokens)
+        for block in self.transformer.resblocks:
+            x = block(x, causal)
+        return self.text_head(x[torch.arange(len(x)), tokens.argmax(dim=1)])
+
+
+def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
+    """Loads a frozen CLIP by OpenCLIP's names.
+
+    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder, "hf-hub:ORG/REPO" or "demo" that hold
+    configuration and weights. pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
+    TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
+    builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
+    Returns a CLIP with `name`, `pretrained`, `quick_gelu`, `activation_from`, `mean` and `std` set. Errors: InputError.
+    """
+    model = str(model)
+    folder = DEMO if model == "demo" else Path(model.removeprefix("local-dir:"))
+    if folder.is_dir() or model.startswith("hf-hub:"):
+        if pretrained:
+            raise InputError(f"--pretrained {pretrained}: {model} brings its own weights; leave it out")
+        config, tag, path = read_folder(folder) if folder.is_dir() else read_hub(model)
+    else:
+        config, tag, path = find_pretrained(model.replace("/", "-"), pretrained)
+    scripted = path.suffix != ".safetensors" and is_torchscript(path)
+    if quick_gelu is not None:
+        activation_from = "--quick-gelu"
+    elif scripted:
+        quick_gelu, activation_from = True, "OpenAI's archive"
+    elif tag and "quick_gelu" in tag:
+        quick_gelu, activation_from = tag["quick_gelu"], f"the tag {pretrained}"
+    else:
+        quick_gelu, activation_from = config.get("quick_gelu", False), f"the configuration {model}"
+    with torch.device("meta"):
+        clip = CLIP(config, quick_gelu)
+    clip.load_state_dict(read_weights(path, scripted, clip), assign=True)
+    clip.name, clip.pretrained, clip.activation_from = model, pretrained, activation_from
+    clip.mean = tag.get("mean", open_clip.OPENAI_DATASET_MEAN)   # a few LAION tags were trained with other statistics
+    clip.std = tag.get("std", open_clip.OPENAI_DATASET_STD)
+    return clip.requires_grad_(False).eval().to(device)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_folder(folder):
+    """A folder in OpenCLIP's format → configuration, its preprocessing (mean, std), weights file."""
+    names = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+    weights = [folder / name for name in names if (folder / name).is_file()]
+    if not weights:
+        raise InputError(f"{folder} holds neither {' nor '.join(names)}")
+    try:
+        file = json.loads((folder / "open_clip_config.json").read_text())
+        config, preprocess = file["model_cfg"], file.get("preprocess_cfg", {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder}/open_clip_config.json is not an OpenCLIP configuration ({error!r})") from None
+    check_config(folder, config)
+    return config, preprocess, weights[0]
+
+
+def read_hub(model):
+    """`hf-hub:ORG/REPO` → the same, downloaded."""
+    repository = model.removeprefix("hf-hub:")
+    try:
+        weights = Path(open_clip.pretrained.download_pretrained_from_hf(repository))
+        open_clip.pretrained.download_pretrained_from_hf(repository, filename="open_clip_config.json")
+    except Exception as error:                                   # hubs fail in many ways; all mean: no weights here
+        raise InputError(f"cannot download {model} ({first_line(error)})") from None
+    return read_folder(weights.parent)
+
+
+def find_pretrained(name, pretrained):
+    """A configuration of OpenCLIP's and a tag or file → configuration, the tag's record ({} for a file), weights file."""
+    config, tag = open_clip.get_model_config(name), open_clip.get_pretrained_cfg(name, pretrained or "")
+    if config is None:
+        raise InputError(f"--model {name} is neither a folder nor a configuration of OpenCLIP, "
+                         "such as ViT-B-16, ViT-B-32, ViT-L-14, ViT-L-14-336")
+    check_config(name, config)
+    if not tag and not os.path.isfile(pretrained or ""):
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        raise InputError(f"--pretrained {pretrained}: neither a file nor a tag of {name}; its tags: {tags}")
+    try:
+        return config, tag, Path(open_clip.download_pretrained(tag) if tag else pretrained)
+    except Exception as error:
+        raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the "
+                         "weights here and give the file as --pretrained") from None
+
+
+def check_config(model, config):
+    """Refuses what this from-scratch CLIP does not compute, by the names of the configuration's own fields."""
+    known = {"": {"embed_dim", "quick_gelu", "vision_cfg", "text_cfg"},
+             "vision_cfg": {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"},
+             "text_cfg": {"layers", "width", "heads", "mlp_ratio", "context_length", "vocab_size"}}
+    other = [f"{part}.{key}" if part else key for part in known for key in (config[part] if part else config)
+             if key not in known[part]]
+    if isinstance(config["vision_cfg"].get("layers"), list):
+        other = ["a ResNet"]
+    if other:
+        raise InputError(f"--model {model} is not supported: it has {', '.join(other)}; DeAR needs OpenCLIP's plain ViT "
+                         "with its causal text transformer (ViT-B-16, ViT-B-32, ViT-L-14, ViT-H-14 ...)")
+    if config["vision_cfg"]["layers"] <= ADAPTED_LAYERS:
+        raise InputError(f"--model {model} has {config['vision_cfg']['layers']} layers; "
+                         f"DeAR adapts the last {ADAPTED_LAYERS} and needs some before them")
+
+
+def is_torchscript(path):
+    """OpenAI published its weights as TorchScript archives: a zip with code in it."""
+    return zipfile.is_zipfile(path) and any("/code/" in name for name in zipfile.ZipFile(path).namelist())
+
+
+def read_weights(path, scripted, clip):
+    """A state dict in float32 that fits `clip` exactly. Errors: InputError, with the first key that does not fit."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                      # torch.jit's deprecation: OpenAI's file stays what it is
+            state = open_clip.factory.load_state_dict(str(path), weights_only=not scripted)
+    except Exception as error:                                   # unpickling and safetensors raise types of their own
+        raise InputError(f"{path} is not a readable weights file ({first_line(error)})") from None
+    expected = {key: tuple(value.shape) for key, value in clip.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            raise InputError(f"{path} does not fit the model: {key} is {found.get(key, 'missing')} in the file and "
+                             f"{expected.get(key, 'unknown')} in the configuration; is --model the right one?")
+    return {key: value.float() for key, value in state.items()}
+
+
+class Tokens(NamedTuple):
+    """Prompts as ids `[C, T]`, trimmed to the longest, and where each one's EOT stands, `[C]`."""
+    ids: torch.Tensor
+    eot: torch.Tensor
+
+
+def tokenize(clip, texts):
+    """Texts → Tokens for `clip`'s text tower. Errors: InputError where a text is longer than the tower reads."""
+    tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+    for text in texts:
+        if len(tokenizer.encode(text)) + 2 > clip.context_length:                      # BOT and EOT
+            raise InputError(f"the prompt {text!r} has more than the {clip.context_length - 2} tokens this text tower reads")
+    ids = tokenizer(list(texts)).to(clip.logit_scale.device)
+    eot = ids.argmax(dim=1)
+    return Tokens(ids[:, :int(eot.max()) + 1], eot)
+
+
+# ------------------------------------------------------------------------------------------------------------- DeAR
+
+class Prompts(NamedTuple):
+    """Class prompts as they enter layer J of the text tower, `[C, T, D_t]`, and where each one's EOT stands, `[C]`."""
+    x: torch.Tensor
+    eot: torch.Tensor
+
+
+class DeAR(nn.Module):
+    """CLIP with attribute and text tokens from layer J on, a role mask, and learned fusion weights (paper, section 3).
+
+    clip: a frozen CLIP, on its device already. roles: a Roles table for it. K: text tokens. beta: how much of the
+    learned token each layer's inserted tokens are made of. alpha_cls: where the class feature's fusion weight starts.
+    chunk: classes that run through the text tower at once. flex: the executor; None means flex_attention on CUDA only.
+    """
+    def __init__(self, clip, roles, K=5, beta=0.9, alpha_cls=0.7, generator=None, chunk=128, flex=None):
+        super().__init__()
+        A = len(roles.attributes)
+        self.clip, self.roles, self.beta, self.chunk = clip, roles, beta, chunk
+        self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns these modules
+        self.text_blocks = list(clip.transformer.resblocks)
+        N, D_v = clip.visual.positional_embedding.shape
+        D_t, device = clip.positional_embedding.shape[1], clip.logit_scale.device
+        self.attr_tokens = nn.Parameter((0.02 * torch.randn(A, D_v, generator=generator)).to(device))
+        self.text_tokens = nn.Parameter((0.02 * torch.randn(K, D_t, generator=generator)).to(device))
+        self.attr_proj = nn.Parameter(clip.visual.proj.clone())
+        alpha = torch.tensor([alpha_cls] + [(1 - alpha_cls) / A] * A if A else [1.0])
+        self.w = nn.Parameter(alpha.log().to(device))
+        flex = device.type == "cuda" if flex is None else flex
+        self.image_attention = [role_attention(visible.to(device), N, flex) for visible in roles.visible]
+
+    @property
+    def alpha(self):
+        return self.w.softmax(dim=0)
+
+    def trained(self):
+        """The four tensors that are trained, by name."""
+        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+
+    def forward(self, images, prompts):
+        """images `[B, 3, S, S]`, prompts of C classes → f_cls `[B, E]`, f_attr `[B, A, E]`, f_text `[C, E]` and frozen
+        CLIP's f_cls0 `[B, E]` of the same images, all normalised."""
+        x = self.image_prefix(images)                            # layers 1..J-1 see nothing learned: once, for both paths
+        f_cls, f_attr = self.adapted_image(x)
+        return f_cls, f_attr, self.adapted_text(prompts), self.frozen_image(x)
+
+    @torch.no_grad()
+    def load_trained(self, tensors):
+        """Takes over the four trained tensors. Errors: InputError where a name or a shape is not this model's."""
+        own = self.trained()
+        for name in own.keys() | tensors.keys():
+            shapes = [tuple(t[name].shape) if name in t else "missing" for t in (own, tensors)]
+            if shapes[0] != shapes[1]:
+                raise InputError(f"checkpoint does not fit: {name} is {shapes[1]} there and {shapes[0]} in this model")
+            own[name].copy_(tensors[name])
+
+    # Image tower.
+
+    @torch.no_grad()
+    def image_prefix(self, images):
+        """Layers 1..J-1: `[B, 3, S, S]` → `[B, N, D_v]`."""
+        x = self.clip.visual.embed(images)
+        for block in self.image_blocks[:-ADAPTED_LAYERS]:
+            x = block(x)
+        return x
+
+    def adapted_image(self, x):
+        """Layers J..L with attribute tokens and role mask: `[B, N, D_v]` → f_cls `[B, E]`, f_attr `[B, A, E]`."""
+        visual, r = self.clip.visual, self.attr_tokens
+        tokens = repeat(r, "a d -> b a d", b=len(x))             # no positional embedding
+        for l, (block, attend) in enumerate(zip(self.image_blocks[-ADAPTED_LAYERS:], self.image_attention)):
+            if l > 0:
+                tokens = self.beta * r + (1 - self.beta) * tokens                      # β-mixing: r̃ is the layer before's
+            x, shapes = pack([x, tokens], "b * d")
+            x, tokens = unpack(block(x, attend), shapes, "b * d")
+        return normalize(visual.head(x[:, 0])), normalize(visual.ln_post(tokens) @ self.attr_proj)
+
+    @torch.no_grad()
+    def frozen_image(self, x):
+        """Layers J..L of frozen CLIP on the same prefix: `[B, N, D_v]` → f_cls0 `[B, E]`."""
+        for block in self.image_blocks[-ADAPTED_LAYERS:]:
+            x = block(x)
+        return normalize(self.clip.visual.head(x[:, 0]))
+
+    # Text tower. In chunks of classes throughout, so that a thousand classes fit.
+
+    @torch.no_grad()
+    def prompts(self, tokens):
+        """Layers 1..J-1 of the class prompts, once per run: Tokens → Prompts."""
+        def prefix(ids):
+            x = self.clip.text_embed(ids)
+            for block in self.text_blocks[:-ADAPTED_LAYERS]:
+                x = block(x, causal)
+            return x
+        return Prompts(torch.cat([prefix(ids) for ids in tokens.ids.split(self.chunk)]), tokens.eot)
+
+    def adapted_text(self, prompts):
+        """Layers J..L with the text tokens after BOT: Prompts → f_text `[C, E]`."""
+        def suffix(x, eot):
+            r = self.text_tokens
+            bot, words, tokens = x[:, :1], x[:, 1:], repeat(r, "k d -> c k d", c=len(x))
+            for l, block in enumerate(self.text_blocks[-ADAPTED_LAYERS:]):
+                if l > 0:
+                    tokens = self.beta * r + (1 - self.beta) * tokens
+                x, shapes = pack([bot, tokens, words], "c * d")
+                bot, tokens, words = unpack(block(x, causal), shapes, "c * d")
+            return self.read_text(words, eot - 1)                # words starts after BOT; EOT stands at eot + K in x
+        chunks = list(zip(prompts.x.split(self.chunk), prompts.eot.split(self.chunk)))
+        if len(chunks) > 1 and torch.is_grad_enabled():          # keep one chunk's activations and recompute the others'
+            return torch.cat([checkpoint(suffix, x, eot, use_reentrant=False) for x, eot in chunks])
+        return torch.cat([suffix(x, eot) for x, eot in chunks])
+
+    @torch.no_grad()
+    def frozen_text(self, prompts):
+        """Layers J..L of frozen CLIP: Prompts → f_text0 `[C, E]`."""
+        def suffix(x, eot):
+            for block in self.text_blocks[-ADAPTED_LAYERS:]:
+                x = block(x, causal)
+            return self.read_text(x, eot)
+        return torch.cat([suffix(x, eot) for x, eot in zip(prompts.x.split(self.chunk), prompts.eot.split(self.chunk))])
+
+    def read_text(self, x, eot):
+        return normalize(self.clip.text_head(x[torch.arange(len(x), device=x.device), eot]))
+
+
+def normalize(x):
+    return F.normalize(x.float(), dim=-1)                        # features, logits and losses are float32 under autocast
+
+
+# ------------------------------------------------------------------------------------------------- fusion and losses
+
+def fuse(f_cls, f_attr, f_text, alpha, tau):
+    """Fused logits `[B, C]` = α_cls · τ f_cls f_textᵀ + Σ_k α_k · τ f_attr,k f_textᵀ."""
+    branches, _ = pack([f_cls, f_attr], "b * e")                 # [B, 1 + A, E]
+    return tau * torch.einsum("a,bae,ce->bc", alpha, branches, f_text)
+
+
+def ce_loss(logits, labels):
+    """L_CE: cross-entropy of the fused logits."""
+    return F.cross_entropy(logits, labels)
+
+
+def reg_loss(f_cls, f_cls0, f_text, f_text0):
+    """L_reg = mean(1 - cos(f_cls, f_cls⁰)) + mean(1 - cos(f_text, f_text⁰)); features come normalised."""
+    return (1 - (f_cls * f_cls0).sum(dim=-1)).mean() + (1 - (f_text * f_text0).sum(dim=-1)).mean()
+
+
+def fusion_loss(alpha):
+    """L_fusion = -log α_cls: keeps weight on the class feature, which is the one that carries over to new classes."""
+    return -alpha[0].log()
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+def save_checkpoint(path, model, **record):
+    """Writes what was trained and what it takes to build the model around it again. record: whatever else to keep."""
+    clip, roles = model.clip, model.roles
+    write(path, dict(trained=model.trained(), model=clip.name, pretrained=clip.pretrained, quick_gelu=clip.quick_gelu,
+                     attributes=list(roles.attributes), visible=roles.visible, roles_source=roles.source,
+                     beta=model.beta, alpha=model.alpha.tolist(), **record))
+
+
+def write(path, state):
+    """torch.save to a temporary name, then moved into place: an interrupted write loses nothing."""
+    part = f"{path}.tmp"
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def load_checkpoint(path, device="cpu", pretrained=None):
+    """Reads a checkpoint → (DeAR, everything in the file). pretrained: where CLIP's weights are now, if they moved."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        clip = load_clip(state["model"], pretrained or state["pretrained"], state["quick_gelu"], device)
+        roles = Roles(tuple(state["attributes"]), state["visible"], state["roles_source"])
+        model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])
+    except OSError as error:
+        raise InputError(f"checkpoint {path}: {error.strerror}") from None
+    except (KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} is not a checkpoint of DeAR ({first_line(error)})") from None
+    model.load_trained(state["trained"])
+    return model, state

@@ -1,0 +1,340 @@
+"""Trains DeAR on a few labelled images per class and tests it beside zero-shot CLIP, on base and on novel classes.
+
+    python train.py                                       # the bundled demo: no download, no GPU
+    python train.py --dataset dtd --shots 16 --seeds 1 2 3
+    python train.py --dataset path/to/folder              # one folder of images per class
+    python train.py --dataset dtd --eval-only             # tests the checkpoints of an earlier run again
+
+The protocol is CoOp's base-to-novel: trained on the first half of the classes, tested on each half with that half's
+names as candidates. What is reported is the last step; nothing is chosen by test accuracy.
+"""
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import data
+import dear
+
+WARMUP_LR = 1e-5                                          # of the first epoch (MMRL's recipe, as all of it)
+EVAL_BATCH = 100
+
+
+def parse(argv):
+    """The flags. Where the default is None the data set or the machine decides; what was decided is printed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    # What to learn from
+    add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one sub-folder per class")
+    add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
+    add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
+    add("--template", help="the prompt, with {} for the class name; default: CoOp's for the data set")
+    add("--shots", type=positive, default=16, help="images per class")
+    add("--seeds", "--seed", type=natural, nargs="+", default=[1], help="one run each; several give mean and std")
+    # The frozen CLIP
+    add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16, demo for shapes")
+    add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
+    add("--quick-gelu", action=argparse.BooleanOptionalAction, help="the activation of a weights file; tags know theirs")
+    # The method (dear.py; what the paper leaves open is listed in the README)
+    add("--roles", help="a role map, or mixed / generalization for every head; default: the model's own, else published")
+    add("--text-tokens", type=natural, default=5, help="K")
+    add("--beta", type=fraction, default=0.9, help="share of the learned token in what each layer's inserted token is")
+    add("--alpha-cls", type=fraction, default=0.7, help="where the class feature's fusion weight starts")
+    add("--lambda-reg", type=float, help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
+    add("--lambda-fusion", type=float, default=0.1, help="weight of L_fusion")
+    # The recipe
+    add("--epochs", type=positive, default=10)
+    add("--batch-size", type=positive, help="default: 4, as the relatives; 16 for shapes")
+    add("--lr", type=float, help="default: 1e-3; 5e-3 for shapes")
+    add("--weight-decay", type=float, default=5e-4)
+    # The machine
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the step; default: on CUDA")
+    add("--workers", type=natural, help="processes that decode images; default: 8 at most, none for shapes")
+    add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
+    add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
+    add("--eval-only", action="store_true", help="test the checkpoints in --output-dir")
+    args = parser.parse_args(argv)
+
+    demo, cuda = args.dataset == "shapes", args.device.startswith("cuda")
+    args.model = args.model or ("demo" if demo else "ViT-B-16")
+    if args.pretrained is None and ":" not in args.model and args.model != "demo" and not Path(args.model).is_dir():
+        args.pretrained = "openai"
+    args.batch_size = args.batch_size or (16 if demo else 4)
+    args.lr = (5e-3 if demo else 1e-3) if args.lr is None else args.lr
+    args.precision = args.precision or ("bf16" if cuda else "fp32")
+    args.compile = cuda if args.compile is None else args.compile
+    args.workers = (0 if demo else min(8, os.cpu_count())) if args.workers is None else args.workers
+    names = [Path(args.dataset).name, Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")]
+    args.output_dir = args.output_dir or Path("output", *names, f"{args.shots}shots")
+    return parser, args
+
+
+def natural(text):
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def positive(text):
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
+def fraction(text):
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+def learning_rate(epoch, epochs, lr):
+    """One warm-up epoch at WARMUP_LR, then a cosine that never reaches 0 (Dassl steps its warm-up before the cosine)."""
+    if epochs == 1:
+        return lr
+    return WARMUP_LR if epoch == 0 else lr * (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2
+
+
+LOSSES = ("loss", "CE", "reg", "fusion")
+
+
+def train(args, model, prompts, items, seed, partial):
+    """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
+
+    Returns the last epoch's mean of each loss term. Errors: FloatingPointError where the loss is not finite.
+    """
+    device, settings = torch.device(args.device), {**record(args), "seed": seed}
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
+    augment, first = data.transform(model.clip, train=True), 0
+    if args.resume and partial.exists():
+        first = resume(partial, settings, model, optimizer)
+    with autocast:
+        f_text0 = model.frozen_text(prompts)              # once per run: the class names do not change
+
+    def losses(images, labels):
+        with autocast:
+            f_cls, f_attr, f_text, f_cls0 = model(images, prompts)
+        ce = dear.ce_loss(dear.fuse(f_cls, f_attr, f_text, model.alpha, model.clip.tau), labels)
+        reg = dear.reg_loss(f_cls, f_cls0, f_text, f_text0)
+        fusion = dear.fusion_loss(model.alpha)
+        return ce + args.lambda_reg * reg + args.lambda_fusion * fusion, ce, reg, fusion
+    losses = torch.compile(losses, disable=not args.compile)
+
+    for epoch in range(first, args.epochs):
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(epoch, args.epochs, args.lr)
+        total, started = torch.zeros(len(LOSSES)), time.time()
+        bar = tqdm(data.batches(items, augment, args.batch_size, seed * 10**4 + epoch, args.workers),
+                   f"seed {seed}, epoch {epoch + 1}", leave=False)
+        for step, (images, labels) in enumerate(bar, 1):
+            terms = torch.stack(losses(images.to(device), labels.to(device)))
+            optimizer.zero_grad()
+            terms[0].backward()
+            optimizer.step()
+            terms = terms.detach().cpu()
+            if not terms.isfinite().all():
+                raise FloatingPointError(f"the loss of seed {seed} is {terms[0]} in epoch {epoch + 1}, step {step}: "
+                                         f"try a lower --lr than {args.lr:g}, or --precision fp32")
+            total += terms
+            bar.set_postfix_str(" ".join(f"{name} {value:.3f}" for name, value in zip(LOSSES, terms)))
+        means = dict(zip(LOSSES, (total / step).tolist()))
+        print(f"seed {seed}  epoch {epoch + 1:2}/{args.epochs}  lr {lr:.1e}  "
+              + "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+              + f"  α_cls {model.alpha[0]:.3f}  {time.time() - started:.1f} s", flush=True)
+        dear.write(partial, dict(settings=settings, trained=model.trained(), optimizer=optimizer.state_dict(),
+                                 epoch=epoch + 1, means=means))
+    return means
+
+
+def resume(partial, settings, model, optimizer):
+    """Takes over the state of an interrupted run and returns the epoch to go on with."""
+    state = torch.load(partial, map_location="cpu", weights_only=True)
+    other = [key for key in settings if state["settings"].get(key) != settings[key]]
+    if other:
+        raise data.InputError(f"--resume: {partial} was begun with another {other[0]} "
+                              f"({state['settings'].get(other[0])}); use the same, or drop --resume to begin anew")
+    model.load_trained(state["trained"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"]
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+@torch.no_grad()
+def accuracy(args, clip, items, logits):
+    """Top-1 accuracy in percent of each branch. logits: images `[B, 3, S, S]` → {branch: `[B, C]`}."""
+    right = {}
+    for images, labels in tqdm(data.batches(items, data.transform(clip, train=False), EVAL_BATCH, workers=args.workers),
+                               "testing", leave=False):
+        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.precision == "bf16"):
+            branches = logits(images.to(args.device))
+        for branch, value in branches.items():
+            right[branch] = right.get(branch, 0) + (value.argmax(dim=1).cpu() == labels).sum().item()
+    return {branch: 100 * count / len(items) for branch, count in right.items()}
+
+
+def zero_shot(model, prompts):
+    """Frozen CLIP's logits, on the same prompts."""
+    f_text0 = model.frozen_text(prompts)
+    return lambda images: {"CLIP": model.frozen_image(model.image_prefix(images)) @ f_text0.T}
+
+
+def adapted(model, prompts):
+    """DeAR's logits: fused (what is reported), and those of the class feature and of the attribute features alone."""
+    with torch.no_grad():
+        f_text, alpha = model.adapted_text(prompts), model.alpha
+
+    def logits(images):
+        f_cls, f_attr = model.adapted_image(model.image_prefix(images))
+        return {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, model.clip.tau), "class": f_cls @ f_text.T,
+                "attributes": dear.fuse(f_cls, f_attr, f_text, torch.cat([0 * alpha[:1], alpha[1:]]), model.clip.tau)}
+    return logits
+
+
+def harmonic_mean(base, novel):
+    return 2 * base * novel / (base + novel) if base + novel else 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+def record(args):
+    """The settings that make a run what it is: all flags but those that say where and how it is run."""
+    elsewhere = {"data_root", "device", "workers", "output_dir", "resume", "eval_only", "seeds", "compile"}
+    return {key: value for key, value in vars(args).items() if key not in elsewhere}
+
+
+def choose_roles(args, clip):
+    """The role map: --roles, else the one beside the model's weights, else the paper's published heads."""
+    beside = dear.DEMO if args.model == "demo" else Path(args.model)
+    if args.roles in ("mixed", "generalization"):
+        return dear.uniform_roles(args.roles, clip)
+    if args.roles or (beside / "roles.json").is_file():
+        return dear.read_roles(args.roles or beside / "roles.json", clip)
+    return dear.published_roles(clip)
+
+
+def run(args):
+    """One command: zero-shot CLIP, then for each seed few-shot training and testing, the table, results.json."""
+    dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
+    if len(dataset.classes) < 4:
+        raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
+    args.template = args.template or template
+    args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
+    clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
+    args.quick_gelu = clip.quick_gelu
+    roles = choose_roles(args, clip)
+    halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
+    names = {half: [dataset.classes[label] for label in labels] for half, labels in halves.items()}
+    tokens = {half: dear.tokenize(clip, [args.template.format(name.replace("_", " ")) for name in names[half]])
+              for half in halves}
+    test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    def build(seed):
+        return dear.DeAR(clip, roles, args.text_tokens, args.beta, args.alpha_cls, torch.Generator().manual_seed(seed))
+
+    model = build(0)
+    prompts = {half: model.prompts(tokens[half]) for half in halves}
+    print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
+          f"{len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
+          f"model     {clip.name} {clip.pretrained or ''}, {'QuickGELU' if clip.quick_gelu else 'GELU'} "
+          f"({clip.activation_from}), {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
+          f"roles     {roles.source}; attributes: {', '.join(roles.attributes)}\n"
+          f"prompt    {args.template.format(names['base'][0].replace('_', ' '))!r}\n"
+          f"settings  {' '.join(f'{k}={v}' for k, v in {**record(args), 'compile': args.compile}.items())}", flush=True)
+
+    clip_row = {half: accuracy(args, clip, test[half], zero_shot(model, prompts[half]))["CLIP"] for half in halves}
+    print(f"zero-shot CLIP: base {clip_row['base']:.2f}, novel {clip_row['novel']:.2f}", flush=True)
+    runs = []
+    for seed in args.seeds:
+        model, final, started = build(seed), args.output_dir / f"seed{seed}.pt", time.time()
+        if args.eval_only:
+            model, saved = dear.load_checkpoint(final, args.device, args.pretrained)
+            means = saved["losses"]
+        else:
+            partial = args.output_dir / f"seed{seed}.part.pt"
+            shots, _ = data.few_shot(dataset.train, dataset.val, args.shots, seed)
+            means = train(args, model, prompts["base"], data.select(shots, halves["base"]), seed, partial)
+            dear.save_checkpoint(final, model, dataset=args.dataset, classes=names["base"], losses=means,
+                                 settings={**record(args), "seed": seed})
+            partial.unlink()
+        seconds = time.time() - started
+        branches = {half: accuracy(args, clip, test[half], adapted(model, prompts[half])) for half in halves}
+        runs.append({"seed": seed, **{half: branches[half]["fused"] for half in halves}, "branches": branches,
+                     "alpha": dict(zip(("class", *roles.attributes), model.alpha.tolist())), "losses": means,
+                     "seconds": round(seconds, 2), "checkpoint": str(final)})
+    report(args, dataset, clip_row, runs)
+
+
+def report(args, dataset, clip_row, runs):
+    """Prints the table and writes results.json."""
+    columns = {half: [r[half] for r in runs] for half in ("base", "novel")}
+    columns["HM"] = [harmonic_mean(*pair) for pair in zip(columns["base"], columns["novel"])]
+    mean = {half: statistics.mean(columns[half]) for half in ("base", "novel")}
+    mean["HM"] = harmonic_mean(mean["base"], mean["novel"])                            # of the means, as the field does
+    clip_row = {**clip_row, "HM": harmonic_mean(clip_row["base"], clip_row["novel"])}
+    std = {name: statistics.stdev(values) for name, values in columns.items()} if len(runs) > 1 else None
+    alpha = {name: statistics.mean(r["alpha"][name] for r in runs) for name in runs[0]["alpha"]}
+
+    name, seeds = Path(args.dataset).name, ",".join(str(r["seed"]) for r in runs)
+    width = max(len(name), 8)
+    row = lambda label, shots, seeds, cells: print(
+        f"{label:{width}} {shots:>6}  {seeds:>8} | " + " ".join(f"{cell:>6}" for cell in cells))
+    print()
+    row(name, "shots", "seeds", ("base", "novel", "HM"))
+    row("CLIP", "", "", (f"{clip_row[c]:.2f}" for c in mean))
+    row("DeAR", args.shots, seeds, (f"{mean[c]:.2f}" for c in mean))
+    if std:
+        row("  ± std", "", "", (f"{std[c]:.2f}" for c in mean))
+    print("\nα  " + "  ".join(f"{name} {value:.3f}" for name, value in alpha.items()))
+
+    cuda = args.device.startswith("cuda")
+    results = {
+        "config": {**vars(args), "output_dir": str(args.output_dir)}, "split": dataset.split, "zero_shot": clip_row,
+        "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": commit()},
+        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if cuda
+                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10),
+    }
+    file = args.output_dir / "results.json"
+    part = file.with_suffix(".tmp")
+    part.write_text(json.dumps(results, indent=1, ensure_ascii=False))
+    os.replace(part, file)
+    print(f"\ncheckpoint{'s' if len(runs) > 1 else ''}  {' '.join(r['checkpoint'] for r in runs)}\nresults     {file}")
+
+
+def commit():
+    """This code's git commit, marked where files were changed since; None outside a repository."""
+    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
+    answer = subprocess.run(git, capture_output=True, text=True)
+    return answer.stdout.strip() or None
+
+
+def main(argv=None):
+    parser, args = parse(argv)
+    try:
+        run(args)
+    except (data.InputError, dear.InputError) as error:
+        # a loader's worker hands its error over inside a traceback; the message is its last line
+        parser.exit(2, f"train.py: error: {str(error).splitlines()[-1].removeprefix('data.InputError: ')}\n")
+    except FloatingPointError as error:
+        parser.exit(1, f"train.py: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
