@@ -19,10 +19,9 @@ Sizes: B images, C classes, N = 1 + patches original image tokens, T text tokens
 The paper counts layers from 1 and heads from 0; `resblocks[0]` is layer 1. J is the first of the last four layers.
 Mask polarity: True means "may attend" everywhere in this file, as in `scaled_dot_product_attention`.
 """
+import hashlib
 import json
-import math
 import os
-import pickle
 import warnings
 import zipfile
 from functools import partial
@@ -273,9 +272,9 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     configuration and weights. pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
-    Returns a CLIP with `name`, `pretrained`, `quick_gelu`, `activation_from`, `mean` and `std` set. Errors: InputError.
+    Returns a CLIP that also has `name`, `pretrained`, `activation_from`, `mean`, `std`, `fingerprint`. Errors: InputError.
     """
-    model = str(model)
+    model, pretrained = str(model), pretrained and str(pretrained)
     folder = DEMO if model == "demo" else Path(model.removeprefix("local-dir:"))
     if folder.is_dir() or model.startswith("hf-hub:"):
         if pretrained:
@@ -298,7 +297,16 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     clip.name, clip.pretrained, clip.activation_from = model, pretrained, activation_from
     clip.mean = tag.get("mean", open_clip.OPENAI_DATASET_MEAN)   # a few LAION tags were trained with other statistics
     clip.std = tag.get("std", open_clip.OPENAI_DATASET_STD)
+    clip.fingerprint = fingerprint(clip)
     return clip.requires_grad_(False).eval().to(device)
+
+
+def fingerprint(clip):
+    """Twelve hex digits that tell one checkpoint from another: of its projections and scale, which training all moves."""
+    digest = hashlib.sha256()
+    for tensor in (clip.visual.proj, clip.text_projection, clip.logit_scale):
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def first_line(error):
@@ -421,19 +429,27 @@ class DeAR(nn.Module):
     """
     def __init__(self, clip, roles, K=5, beta=0.9, alpha_cls=0.7, generator=None, chunk=128, flex=None):
         super().__init__()
-        A = len(roles.attributes)
         self.clip, self.roles, self.beta, self.chunk = clip, roles, beta, chunk
         self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns these modules
         self.text_blocks = list(clip.transformer.resblocks)
         N, D_v = clip.visual.positional_embedding.shape
-        D_t, device = clip.positional_embedding.shape[1], clip.logit_scale.device
-        self.attr_tokens = nn.Parameter((0.02 * torch.randn(A, D_v, generator=generator)).to(device))
-        self.text_tokens = nn.Parameter((0.02 * torch.randn(K, D_t, generator=generator)).to(device))
-        self.attr_proj = nn.Parameter(clip.visual.proj.clone())
-        alpha = torch.tensor([alpha_cls] + [(1 - alpha_cls) / A] * A if A else [1.0])
-        self.w = nn.Parameter(alpha.log().to(device))
+        A, D_t, device = len(roles.attributes), clip.positional_embedding.shape[1], clip.logit_scale.device
+        self.attr_tokens = nn.Parameter(torch.empty(A, D_v, device=device))
+        self.text_tokens = nn.Parameter(torch.empty(K, D_t, device=device))
+        self.attr_proj = nn.Parameter(torch.empty_like(clip.visual.proj))
+        self.w = nn.Parameter(torch.empty(1 + A, device=device))
+        self.reset(generator, alpha_cls)
         flex = device.type == "cuda" if flex is None else flex
         self.image_attention = [role_attention(visible.to(device), N, flex) for visible in roles.visible]
+
+    @torch.no_grad()
+    def reset(self, generator=None, alpha_cls=0.7):
+        """Draws the tokens from N(0, 0.02²), copies CLIP's projection, and gives the class feature weight alpha_cls."""
+        A = len(self.attr_tokens)
+        self.attr_tokens.copy_(0.02 * torch.randn(self.attr_tokens.shape, generator=generator))
+        self.text_tokens.copy_(0.02 * torch.randn(self.text_tokens.shape, generator=generator))
+        self.attr_proj.copy_(self.clip.visual.proj)
+        self.w.copy_(torch.tensor([alpha_cls] + [(1 - alpha_cls) / A] * A if A else [1.0]).log())
 
     @property
     def alpha(self):
@@ -561,28 +577,42 @@ def fusion_loss(alpha):
 def save_checkpoint(path, model, **record):
     """Writes what was trained and what it takes to build the model around it again. record: whatever else to keep."""
     clip, roles = model.clip, model.roles
-    write(path, dict(trained=model.trained(), model=clip.name, pretrained=clip.pretrained, quick_gelu=clip.quick_gelu,
-                     attributes=list(roles.attributes), visible=roles.visible, roles_source=roles.source,
-                     beta=model.beta, alpha=model.alpha.tolist(), **record))
+    write(path, dict(trained=model.trained(), alpha=model.alpha.tolist(), beta=model.beta, model=clip.name,
+                     pretrained=clip.pretrained, quick_gelu=clip.quick_gelu, fingerprint=clip.fingerprint,
+                     attributes=list(roles.attributes), visible=roles.visible, roles=roles.source, **record))
 
 
 def write(path, state):
     """torch.save to a temporary name, then moved into place: an interrupted write loses nothing."""
-    part = f"{path}.tmp"
-    torch.save(state, part)
-    os.replace(part, path)
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path, device="cpu", pretrained=None):
-    """Reads a checkpoint → (DeAR, everything in the file). pretrained: where CLIP's weights are now, if they moved."""
+def read_checkpoint(path):
+    """Everything in a checkpoint, as a dict on the CPU. Errors: InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        clip = load_clip(state["model"], pretrained or state["pretrained"], state["quick_gelu"], device)
-        roles = Roles(tuple(state["attributes"]), state["visible"], state["roles_source"])
-        model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])
-    except OSError as error:
-        raise InputError(f"checkpoint {path}: {error.strerror}") from None
-    except (KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        missing = {"trained", "model", "fingerprint", "visible"} - state.keys()
+    except FileNotFoundError:
+        raise InputError(f"no checkpoint {path}") from None
+    except Exception as error:                                   # unpickling raises whatever the bytes make it raise
         raise InputError(f"{path} is not a checkpoint of DeAR ({first_line(error)})") from None
+    if missing:
+        raise InputError(f"{path} is not a checkpoint of DeAR (it lacks {', '.join(sorted(missing))})")
+    return state
+
+
+def load_checkpoint(path, clip=None, device="cpu"):
+    """Builds the DeAR of a checkpoint, on the CLIP it was trained on. clip: that CLIP, if it is loaded already.
+
+    Returns (DeAR, everything in the file). Errors: InputError, also where `clip` has other weights or activation.
+    """
+    state = read_checkpoint(path)
+    clip = clip or load_clip(state["model"], state["pretrained"], state["quick_gelu"], device)
+    if (clip.fingerprint, clip.quick_gelu) != (state["fingerprint"], state["quick_gelu"]):
+        raise InputError(f"{path} was trained on other weights than these: on {state['model']} {state['pretrained'] or ''} "
+                         f"({state['fingerprint']}), not {clip.name} {clip.pretrained or ''} ({clip.fingerprint})")
+    roles = Roles(tuple(state["attributes"]), state["visible"], state["roles"])
+    model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])
     model.load_trained(state["trained"])
     return model, state

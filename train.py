@@ -39,29 +39,29 @@ def parse(argv):
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
     add("--template", help="the prompt, with {} for the class name; default: CoOp's for the data set")
-    add("--shots", type=positive, default=16, help="images per class")
-    add("--seeds", "--seed", type=natural, nargs="+", default=[1], help="one run each; several give mean and std")
+    add("--shots", type=number(int, 1), default=16, help="images per class")
+    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", default=[1], help="one run each; several give mean and std")
     # The frozen CLIP
     add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16, demo for shapes")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="the activation of a weights file; tags know theirs")
     # The method (dear.py; what the paper leaves open is listed in the README)
     add("--roles", help="a role map, or mixed / generalization for every head; default: the model's own, else published")
-    add("--text-tokens", type=natural, default=5, help="K")
-    add("--beta", type=fraction, default=0.9, help="share of the learned token in what each layer's inserted token is")
-    add("--alpha-cls", type=fraction, default=0.7, help="where the class feature's fusion weight starts")
-    add("--lambda-reg", type=float, help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
-    add("--lambda-fusion", type=float, default=0.1, help="weight of L_fusion")
+    add("--text-tokens", type=number(int, 0), default=5, help="K")
+    add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in what each layer's inserted token is")
+    add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="where the class feature's fusion weight starts")
+    add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
+    add("--lambda-fusion", type=number(float, 0), default=0.1, help="weight of L_fusion")
     # The recipe
-    add("--epochs", type=positive, default=10)
-    add("--batch-size", type=positive, help="default: 4, as the relatives; 16 for shapes")
-    add("--lr", type=float, help="default: 1e-3; 5e-3 for shapes")
-    add("--weight-decay", type=float, default=5e-4)
+    add("--epochs", type=number(int, 1, 1000), default=10)
+    add("--batch-size", type=number(int, 1), help="default: 4, as the relatives; 16 for shapes")
+    add("--lr", type=number(float, 0), help="default: 1e-3; 5e-3 for shapes")
+    add("--weight-decay", type=number(float, 0), default=5e-4)
     # The machine
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the step; default: on CUDA")
-    add("--workers", type=natural, help="processes that decode images; default: 8 at most, none for shapes")
+    add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
     add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
     add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
     add("--eval-only", action="store_true", help="test the checkpoints in --output-dir")
@@ -81,22 +81,26 @@ def parse(argv):
     return parser, args
 
 
-def natural(text):
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+def number(kind, low, high=math.inf):
+    """An argparse type: a number of a kind between two bounds."""
+    def read(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:                      # nan fails too
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} "
+                                             + (f"from {low} on" if high == math.inf else f"between {low} and {high}"))
+        return value
+    return read
 
 
-def positive(text):
-    if natural(text) == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return int(text)
-
-
-def fraction(text):
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return float(text)
+def device(name):
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:       # torch asserts that it was built with CUDA
+        raise argparse.ArgumentTypeError(f"{name!r}: {dear.first_line(error)}") from None
+    return name
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -111,17 +115,9 @@ def learning_rate(epoch, epochs, lr):
 LOSSES = ("loss", "CE", "reg", "fusion")
 
 
-def train(args, model, prompts, items, seed, partial):
-    """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
-
-    Returns the last epoch's mean of each loss term. Errors: FloatingPointError where the loss is not finite.
-    """
-    device, settings = torch.device(args.device), {**record(args), "seed": seed}
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
-    augment, first = data.transform(model.clip, train=True), 0
-    if args.resume and partial.exists():
-        first = resume(partial, settings, model, optimizer)
+def make_losses(args, model, prompts):
+    """The training step up to its losses: images `[B, 3, S, S]`, labels `[B]` → the four terms of LOSSES."""
+    autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.precision == "bf16")
     with autocast:
         f_text0 = model.frozen_text(prompts)              # once per run: the class names do not change
 
@@ -132,15 +128,31 @@ def train(args, model, prompts, items, seed, partial):
         reg = dear.reg_loss(f_cls, f_cls0, f_text, f_text0)
         fusion = dear.fusion_loss(model.alpha)
         return ce + args.lambda_reg * reg + args.lambda_fusion * fusion, ce, reg, fusion
-    losses = torch.compile(losses, disable=not args.compile)
+    return torch.compile(losses, disable=not args.compile)
+
+
+def train(args, model, losses, items, settings, partial):
+    """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
+
+    Returns the last epoch's mean of each loss term. Errors: FloatingPointError where the loss is not finite.
+    """
+    seed, first = settings["seed"], 0
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
+    augment = data.transform(model.clip, train=True)
+    if args.resume and partial.exists():
+        state = torch.load(partial, map_location="cpu", weights_only=True)
+        check_settings(partial, state["settings"], settings)
+        model.load_trained(state["trained"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, means = state["epoch"], state["means"]
 
     for epoch in range(first, args.epochs):
         lr = optimizer.param_groups[0]["lr"] = learning_rate(epoch, args.epochs, args.lr)
         total, started = torch.zeros(len(LOSSES)), time.time()
         bar = tqdm(data.batches(items, augment, args.batch_size, seed * 10**4 + epoch, args.workers),
-                   f"seed {seed}, epoch {epoch + 1}", leave=False)
+                   f"seed {seed}, epoch {epoch + 1}", leave=False, disable=None)
         for step, (images, labels) in enumerate(bar, 1):
-            terms = torch.stack(losses(images.to(device), labels.to(device)))
+            terms = torch.stack(losses(images.to(args.device), labels.to(args.device)))
             optimizer.zero_grad()
             terms[0].backward()
             optimizer.step()
@@ -159,16 +171,12 @@ def train(args, model, prompts, items, seed, partial):
     return means
 
 
-def resume(partial, settings, model, optimizer):
-    """Takes over the state of an interrupted run and returns the epoch to go on with."""
-    state = torch.load(partial, map_location="cpu", weights_only=True)
-    other = [key for key in settings if state["settings"].get(key) != settings[key]]
-    if other:
-        raise data.InputError(f"--resume: {partial} was begun with another {other[0]} "
-                              f"({state['settings'].get(other[0])}); use the same, or drop --resume to begin anew")
-    model.load_trained(state["trained"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"]
+def check_settings(file, saved, settings):
+    """Refuses to mix two runs: what `file` was made with must be this command's settings."""
+    for key in settings:
+        if saved.get(key) != settings[key]:
+            raise data.InputError(f"{file} was made with {key} {saved.get(key)}, not {settings[key]}; "
+                                  "drop --resume to train anew, or give another --output-dir")
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -178,7 +186,7 @@ def accuracy(args, clip, items, logits):
     """Top-1 accuracy in percent of each branch. logits: images `[B, 3, S, S]` → {branch: `[B, C]`}."""
     right = {}
     for images, labels in tqdm(data.batches(items, data.transform(clip, train=False), EVAL_BATCH, workers=args.workers),
-                               "testing", leave=False):
+                               "testing", leave=False, disable=None):
         with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.precision == "bf16"):
             branches = logits(images.to(args.device))
         for branch, value in branches.items():
@@ -228,54 +236,54 @@ def choose_roles(args, clip):
 
 def run(args):
     """One command: zero-shot CLIP, then for each seed few-shot training and testing, the table, results.json."""
+    if args.eval_only:                                    # the settings are the checkpoint's, not the command's
+        vars(args).update(dear.read_checkpoint(args.output_dir / f"seed{args.seeds[0]}.pt")["settings"])
+        del args.seed
     dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
     if len(dataset.classes) < 4:
         raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
-    args.template = args.template or template
+    args.template = template if args.template is None else args.template
+    if args.template.count("{}") != 1 or args.template.count("{") != 1:
+        raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
     args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     args.quick_gelu = clip.quick_gelu
-    roles = choose_roles(args, clip)
+    model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
     halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
     names = {half: [dataset.classes[label] for label in labels] for half, labels in halves.items()}
-    tokens = {half: dear.tokenize(clip, [args.template.format(name.replace("_", " ")) for name in names[half]])
-              for half in halves}
+    texts = {half: [args.template.format(name.replace("_", " ")) for name in names[half]] for half in halves}
+    prompts = {half: model.prompts(dear.tokenize(clip, texts[half])) for half in halves}
     test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-
-    def build(seed):
-        return dear.DeAR(clip, roles, args.text_tokens, args.beta, args.alpha_cls, torch.Generator().manual_seed(seed))
-
-    model = build(0)
-    prompts = {half: model.prompts(tokens[half]) for half in halves}
     print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
           f"{len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
           f"model     {clip.name} {clip.pretrained or ''}, {'QuickGELU' if clip.quick_gelu else 'GELU'} "
           f"({clip.activation_from}), {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
-          f"roles     {roles.source}; attributes: {', '.join(roles.attributes)}\n"
-          f"prompt    {args.template.format(names['base'][0].replace('_', ' '))!r}\n"
+          f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
+          f"prompt    {texts['base'][0]!r}\n"
           f"settings  {' '.join(f'{k}={v}' for k, v in {**record(args), 'compile': args.compile}.items())}", flush=True)
 
     clip_row = {half: accuracy(args, clip, test[half], zero_shot(model, prompts[half]))["CLIP"] for half in halves}
     print(f"zero-shot CLIP: base {clip_row['base']:.2f}, novel {clip_row['novel']:.2f}", flush=True)
-    runs = []
+    losses, runs = make_losses(args, model, prompts["base"]), []
     for seed in args.seeds:
-        model, final, started = build(seed), args.output_dir / f"seed{seed}.pt", time.time()
-        if args.eval_only:
-            model, saved = dear.load_checkpoint(final, args.device, args.pretrained)
+        final, partial = args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"
+        settings, started = {**record(args), "seed": seed}, time.time()
+        if args.eval_only or (args.resume and final.exists()):
+            model, saved = dear.load_checkpoint(final, clip)
+            check_settings(final, saved["settings"], settings)
             means = saved["losses"]
         else:
-            partial = args.output_dir / f"seed{seed}.part.pt"
+            model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
             shots, _ = data.few_shot(dataset.train, dataset.val, args.shots, seed)
-            means = train(args, model, prompts["base"], data.select(shots, halves["base"]), seed, partial)
-            dear.save_checkpoint(final, model, dataset=args.dataset, classes=names["base"], losses=means,
-                                 settings={**record(args), "seed": seed})
+            means = train(args, model, losses, data.select(shots, halves["base"]), settings, partial)
+            dear.save_checkpoint(final, model, classes=names["base"], settings=settings, losses=means)
             partial.unlink()
         seconds = time.time() - started
         branches = {half: accuracy(args, clip, test[half], adapted(model, prompts[half])) for half in halves}
         runs.append({"seed": seed, **{half: branches[half]["fused"] for half in halves}, "branches": branches,
-                     "alpha": dict(zip(("class", *roles.attributes), model.alpha.tolist())), "losses": means,
+                     "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "losses": means,
                      "seconds": round(seconds, 2), "checkpoint": str(final)})
     report(args, dataset, clip_row, runs)
 
@@ -332,8 +340,12 @@ def main(argv=None):
     except (data.InputError, dear.InputError) as error:
         # a loader's worker hands its error over inside a traceback; the message is its last line
         parser.exit(2, f"train.py: error: {str(error).splitlines()[-1].removeprefix('data.InputError: ')}\n")
+    except OSError as error:                              # a full disk, a folder that may not be written
+        parser.exit(2, f"train.py: error: {error}\n")
     except FloatingPointError as error:
-        parser.exit(1, f"train.py: {error}\n")
+        parser.exit(1, f"train.py: error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "train.py: interrupted; the same command with --resume goes on from the last epoch\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,458 @@
+"""Exact checks: against open_clip, against dense oracles, against values worked out by hand. No network.
+
+    python -m pytest test_dear.py
+"""
+import json
+import math
+import os
+import random
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+
+import data
+import dear
+import shapes
+import train
+
+# Tiny models in the proportions of ViT-B/16 and ViT-L/14: patch grid, depth of either tower, head width.
+TINY = {
+    "B-16": dict(embed_dim=24, vision_cfg=dict(image_size=64, patch_size=16, layers=12, width=48, head_width=16),
+                 text_cfg=dict(context_length=20, vocab_size=49408, width=32, heads=4, layers=12)),
+    "L-14": dict(embed_dim=40, vision_cfg=dict(image_size=42, patch_size=14, layers=24, width=64, head_width=16),
+                 text_cfg=dict(context_length=20, vocab_size=49408, width=48, heads=4, layers=12)),
+}
+TEXTS = ["a photo of a cat.", "banded texture.", "a photo of a striped blue boat in the snow."]
+
+
+def tiny(folder, shape="B-16", quick_gelu=False):
+    """open_clip's own model with random weights, and ours loaded from its files."""
+    torch.manual_seed(0)
+    theirs = open_clip.CLIP(**TINY[shape], quick_gelu=quick_gelu).eval()
+    for parameter in theirs.parameters():                  # biases and norms too: what is zero or one hides mistakes
+        torch.nn.init.normal_(parameter, mean=0.02, std=0.15) if parameter.ndim else parameter.data.fill_(3.)
+    folder.mkdir(exist_ok=True)
+    save_file(theirs.state_dict(), folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": {**TINY[shape], "quick_gelu": quick_gelu}}))
+    return theirs.requires_grad_(False), dear.load_clip(folder)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def routed(clip):
+    """A role map in which every role occurs in every layer."""
+    rows = [dear.role_row(role, dear.ATTRIBUTES) for role in ("color", "mixed", "generalization")]
+    return dear.Roles(dear.ATTRIBUTES, torch.tensor([rows] * 4)[:, torch.arange(clip.heads) % 3], "test")
+
+
+def model_with(clip, roles, **options):
+    """A DeAR whose tokens are large enough to matter."""
+    model = dear.DeAR(clip, roles, generator=torch.Generator().manual_seed(2), **options)
+    with torch.no_grad():
+        model.attr_tokens.mul_(50), model.text_tokens.mul_(50)
+        model.attr_proj.add_(0.1)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------------- towers
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+@pytest.mark.parametrize("shape", TINY)
+def test_towers_equal_open_clip(tmp_path, shape, quick_gelu):
+    theirs, ours = tiny(tmp_path, shape, quick_gelu)
+    size = TINY[shape]["vision_cfg"]["image_size"]
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    assert ours.quick_gelu == quick_gelu
+    torch.testing.assert_close(ours.encode_image(images), theirs.encode_image(images), atol=1e-5, rtol=1e-5)
+    full = open_clip.SimpleTokenizer(context_length=20)(TEXTS)
+    trimmed = dear.tokenize(ours, TEXTS).ids
+    assert trimmed.shape[1] < full.shape[1]
+    for ids in (full, trimmed):
+        torch.testing.assert_close(ours.encode_text(ids), theirs.encode_text(full), atol=1e-5, rtol=1e-5)
+
+
+def test_prefix_and_suffix_equal_the_unsplit_forward(clips, images):
+    _, clip = clips
+    model = dear.DeAR(clip, dear.uniform_roles("mixed", clip))
+    tokens = dear.tokenize(clip, TEXTS)
+    torch.testing.assert_close(model.frozen_image(model.image_prefix(images)),
+                               F.normalize(clip.encode_image(images), dim=-1))
+    torch.testing.assert_close(model.frozen_text(model.prompts(tokens)),
+                               F.normalize(clip.encode_text(tokens.ids), dim=-1))
+
+
+def test_activation_comes_from_the_tag(tmp_path, monkeypatch):
+    theirs, _ = tiny(tmp_path)
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: dict(TINY["B-16"]))    # the tags stay open_clip's
+    monkeypatch.setattr(open_clip, "download_pretrained", lambda tag: tmp_path / "open_clip_model.safetensors")
+    for tag, quick_gelu in {"openai": True, "dfn2b": True, "metaclip_400m": True, "laion2b_s34b_b88k": False}.items():
+        assert dear.load_clip("ViT-B-16", tag).quick_gelu is quick_gelu
+    assert dear.load_clip("ViT-B-16", "openai", quick_gelu=False).quick_gelu is False
+    assert dear.load_clip("ViT-B-16", str(tmp_path / "open_clip_model.safetensors"), quick_gelu=True).quick_gelu is True
+    assert dear.load_clip("ViT-L-14", "laion2b_s32b_b82k").mean == (0.5, 0.5, 0.5)         # not OpenAI's statistics
+
+
+def test_every_kind_of_weights_file(tmp_path, monkeypatch, images):
+    theirs, ours = tiny(tmp_path)
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: dict(TINY["B-16"]))
+    state, expected = theirs.state_dict(), ours.encode_image(images)
+    torch.save(state, tmp_path / "plain.pt")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, tmp_path / "training.bin")
+    save_file(state, tmp_path / "weights.safetensors")
+    for name in ("plain.pt", "training.bin", "weights.safetensors"):
+        torch.testing.assert_close(dear.load_clip("ViT-B-16", tmp_path / name).encode_image(images), expected)
+
+    archive = torch.nn.Module()                            # OpenAI's archive: half weights, three extra buffers, code
+    for key, value in {**state, "input_resolution": torch.tensor(64), "context_length": torch.tensor(20),
+                       "vocab_size": torch.tensor(49408)}.items():
+        *path, leaf = key.split(".")
+        module = archive
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_buffer(leaf, value.half() if value.is_floating_point() else value)
+    torch.jit.script(archive).save(tmp_path / "ViT-B-16.pt")
+    loaded = dear.load_clip("ViT-B-16", tmp_path / "ViT-B-16.pt")
+    assert loaded.quick_gelu is True and loaded.logit_scale.dtype == torch.float32
+    torch.testing.assert_close(loaded.visual.proj, state["visual.proj"], atol=1e-3, rtol=1e-3)
+
+
+def test_demo_checkpoint_is_open_clips():
+    theirs, ours = open_clip.create_model("local-dir:demo").eval(), dear.load_clip("demo")
+    images = shapes.normalize(shapes.render(torch.zeros(2, 5, dtype=torch.long), torch.Generator().manual_seed(0)))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.encode_image(images), theirs.encode_image(images), atol=1e-5, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- the role mask
+
+def test_role_mask_truth_table():
+    """Two originals, two attribute tokens a and b; rows are queries, columns keys, as METHOD's rule says by hand."""
+    expected = {"mixed": ["1111", "1111", "1111", "1111"],
+                "a": ["1110", "1110", "1110", "0001"],
+                "b": ["1101", "1101", "0010", "1101"],
+                "generalization": ["1100", "1100", "0011", "0011"]}
+    visible = torch.tensor([dear.role_row(role, ("a", "b")) for role in expected])
+    attend = dear.role_attention(visible, tokens=2, flex=False)
+    assert attend.keywords["attn_mask"][0].tolist() == [[[c == "1" for c in row] for row in m] for m in expected.values()]
+    shown = torch.cat([torch.ones(4, 2, dtype=torch.bool), visible], dim=1)
+    assert torch.equal(attend.keywords["attn_mask"][0], shown[:, :, None] == shown[:, None, :])
+
+
+def test_flex_attention_equals_the_dense_mask():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 6, 21, 16, generator=generator)
+    visible = torch.tensor([dear.role_row(r, "abcde") for r in ("mixed", "generalization", "a", "c", "e", "mixed")])
+    dense, flex = (dear.role_attention(visible, tokens=16, flex=flex)(q, k, v) for flex in (False, True))
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_all_generalization_leaves_the_class_feature_frozen(clips, images):
+    _, clip = clips
+    model = model_with(clip, dear.uniform_roles("generalization", clip))
+    f_cls, f_attr, _, f_cls0 = model(images, model.prompts(dear.tokenize(clip, TEXTS)))
+    torch.testing.assert_close(f_cls0, F.normalize(clip.encode_image(images), dim=-1))
+    torch.testing.assert_close(f_cls, f_cls0)
+    gradient, = torch.autograd.grad(f_cls.square().sum() + f_cls[0, 0], model.attr_tokens, retain_graph=True)
+    assert gradient.abs().max() == 0
+    assert torch.autograd.grad(f_attr[0, 0, 0], model.attr_tokens)[0].abs().max() > 0
+
+
+def test_all_mixed_is_plain_insertion(clips, images):
+    """The oracle runs open_clip's own layers, without a mask, and inserts by index."""
+    theirs, clip = clips
+    model = model_with(clip, dear.uniform_roles("mixed", clip), beta=0.6)
+    tokens = dear.tokenize(clip, TEXTS)
+    with torch.no_grad():
+        f_cls, f_attr, f_text, _ = model(images, model.prompts(tokens))
+
+        x = clip.visual.embed(images)
+        for l, block in enumerate(theirs.visual.transformer.resblocks, 1):
+            if l == 9:
+                x = torch.cat([x, model.attr_tokens.expand(3, -1, -1)], dim=1)
+            elif l > 9:
+                x[:, 17:] = 0.6 * model.attr_tokens + 0.4 * x[:, 17:]
+            x = block(x)
+        torch.testing.assert_close(f_cls, F.normalize(theirs.visual.ln_post(x[:, 0]) @ theirs.visual.proj, dim=-1))
+        torch.testing.assert_close(f_attr, F.normalize(theirs.visual.ln_post(x[:, 17:]) @ model.attr_proj, dim=-1))
+
+        x = clip.text_embed(tokens.ids)
+        for l, block in enumerate(theirs.transformer.resblocks, 1):
+            if l == 9:
+                x = torch.cat([x[:, :1], model.text_tokens.expand(3, -1, -1), x[:, 1:]], dim=1)
+            elif l > 9:
+                x[:, 1:6] = 0.6 * model.text_tokens + 0.4 * x[:, 1:6]
+            x = block(x, attn_mask=torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1))
+        x = theirs.ln_final(torch.stack([x[c, int(tokens.eot[c]) + 5] for c in range(3)])) @ theirs.text_projection
+        torch.testing.assert_close(f_text, F.normalize(x, dim=-1))
+
+
+def test_a_routed_head_sees_its_own_attribute_only():
+    """What original tokens receive in a head of attribute a does not change with any other attribute's token."""
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    attend = dear.role_attention(torch.tensor([dear.role_row("a", "abc"), dear.role_row("generalization", "abc")]), 5, False)
+    before = attend(q, k, v)[:, :, :5]
+    for changed, same in ((5, [False, True]), (6, [True, True]), (7, [True, True])):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, :, changed] += 1
+        v2[:, :, changed] += 1
+        after = attend(q, k2, v2)[:, :, :5]
+        assert [torch.equal(before[:, h], after[:, h]) for h in (0, 1)] == same
+
+
+def test_published_roles_and_role_files(tmp_path, clips):
+    _, clip = clips                                        # 12 layers, but three heads: not the paper's
+    with pytest.raises(dear.InputError, match="no role map"):
+        dear.published_roles(clip)
+    clip12 = type("", (), dict(layers=12, heads=12, name="ViT-B-16"))
+    visible = dear.published_roles(clip12).visible
+    assert visible.sum() == 5 and visible[3, 7, dear.ATTRIBUTES.index("object")] and visible[2, 5, 2] and visible[3, 0, 4]
+
+    heads = {f"L{l} H{h}": {"role": "mixed"} for l in (9, 10, 11, 12) for h in range(3)}
+    heads["L9 H0"] = {"role": "attribute", "attribute": "hue"}
+    heads["L12 H2"] = {"role": "expert"}
+
+    def read(**changes):
+        (tmp_path / "roles.json").write_text(json.dumps({"attributes": ["size", "hue"], "map": heads, **changes}))
+        return dear.read_roles(tmp_path / "roles.json", clip)
+    visible = read().visible
+    assert visible[0, 0].tolist() == [False, True] and visible[0, 1].tolist() == [True, True]
+    assert visible[3, 2].tolist() == [False, False] and visible.shape == (4, 3, 2)
+    for changes, message in [
+            (dict(map={k: v for k, v in heads.items() if k != "L10 H1"}), "no role for L10 H1"),
+            (dict(map={**heads, "L8 H0": {"role": "mixed"}}), "a role for L8 H0"),
+            (dict(map={**heads, "L11 H1": {"role": "boss"}}), "L11 H1: unknown role 'boss'"),
+            (dict(map={**heads, "L11 H1": {"role": "attribute", "attribute": "age"}}), "L11 H1: attribute 'age'"),
+            (dict(map={k: {"role": "expert"} for k in heads}), "no head may see attribute 'size'")]:
+        with pytest.raises(dear.InputError, match=message):
+            read(**changes)
+
+
+# ------------------------------------------------------------------------------------------- losses, fusion, training
+
+def test_losses_and_fusion_by_hand():
+    f_cls, f_attr = torch.tensor([[1., 0.]]), torch.tensor([[[0., 1.], [0.6, 0.8]]])
+    f_text, alpha = torch.tensor([[1., 0.], [0., 1.]]), torch.tensor([0.5, 0.3, 0.2])
+    logits = dear.fuse(f_cls, f_attr, f_text, alpha, torch.tensor(10.))
+    torch.testing.assert_close(logits, torch.tensor([[10 * (0.5 + 0.2 * 0.6), 10 * (0.3 + 0.2 * 0.8)]]))
+    assert dear.ce_loss(logits, torch.tensor([1])).item() == pytest.approx(math.log(1 + math.exp(6.2 - 4.6)))
+    assert dear.reg_loss(f_cls, torch.tensor([[0.6, 0.8]]), f_text, torch.tensor([[1., 0.], [0.8, 0.6]])).item() == \
+        pytest.approx((1 - 0.6) + (0 + (1 - 0.6)) / 2)
+    assert dear.fusion_loss(alpha).item() == pytest.approx(-math.log(0.5))
+
+
+def test_exactly_four_tensors_are_trained(clips, images):
+    _, clip = clips
+    model = dear.DeAR(clip, routed(clip))
+    assert {name: tuple(t.shape) for name, t in model.trained().items()} == {
+        "attr_tokens": (5, 48), "text_tokens": (5, 32), "attr_proj": (48, 24), "w": (6,)}
+    assert torch.equal(model.attr_proj, clip.visual.proj)
+    torch.testing.assert_close(model.alpha, torch.tensor([0.7] + [0.06] * 5))
+    f_cls, f_attr, f_text, _ = model(images, model.prompts(dear.tokenize(clip, TEXTS)))
+    logits = dear.fuse(f_cls, f_attr, f_text, model.alpha, clip.tau)
+    dear.ce_loss(logits, torch.tensor([0, 1, 2])).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0} \
+        == {"attr_tokens", "text_tokens", "attr_proj", "w"}
+
+
+def test_chunks_of_classes_change_nothing(clips):
+    _, clip = clips
+    tokens, results = dear.tokenize(clip, TEXTS + ["a dog", "a very small red house"]), []
+    for chunk in (100, 2):
+        model = model_with(clip, routed(clip), chunk=chunk)
+        prompts = model.prompts(tokens)
+        f_text = model.adapted_text(prompts)
+        f_text[:, 0].sum().backward()
+        results.append((f_text.detach(), model.frozen_text(prompts), model.text_tokens.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_learning_rate():
+    rates = [train.learning_rate(epoch, 4, 2e-3) for epoch in range(4)]
+    assert rates == pytest.approx([1e-5, 2e-3, 2e-3 * (1 + math.sqrt(0.5)) / 2, 1e-3])
+    assert train.learning_rate(0, 1, 2e-3) == 2e-3
+
+
+def test_checkpoint_round_trip(tmp_path, clips, images):
+    _, clip = clips
+    model = model_with(clip, routed(clip), K=3, beta=0.4)
+    dear.save_checkpoint(tmp_path / "seed1.pt", model, classes=TEXTS)
+    again, state = dear.load_checkpoint(tmp_path / "seed1.pt")
+    assert state["classes"] == TEXTS and set(state["trained"]) == {"attr_tokens", "text_tokens", "attr_proj", "w"}
+    tokens = dear.tokenize(clip, TEXTS)
+    with torch.no_grad():
+        for one, other in zip(model(images, model.prompts(tokens)), again(images, again.prompts(tokens))):
+            assert torch.equal(one, other)
+    state["trained"]["w"] = torch.zeros(9)
+    with pytest.raises(dear.InputError, match="w is"):
+        again.load_trained(state["trained"])
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+def test_few_shot_is_dassls():
+    """Two classes, the second first in the list and short: random.sample in first-seen order, then val on the stream."""
+    items = [data.Item(f"b{i}", 1) for i in range(3)] + [data.Item(f"a{i}", 0) for i in range(20)]
+    train_items, val = data.few_shot(items, items, shots=8, seed=1)
+    rng = random.Random(1)
+    picks = rng.sample(range(20), 8), rng.sample(range(3), 3), rng.sample(range(20), 4)
+    assert [item.image for item in train_items] == ["b0", "b1", "b2"] + [f"a{i}" for i in picks[0]]
+    picks = random.Random(1)
+    picks.sample(range(20), 8)
+    assert [item.image for item in val] == ["b0", "b1", "b2"] + [f"a{i}" for i in picks.sample(range(20), 4)]
+
+
+def test_base_and_novel():
+    assert data.halves("abcde") == ([0, 1, 2], [3, 4])
+    items = [data.Item(name, label) for label, name in enumerate("abcde")]
+    assert data.select(items[::-1], [3, 4]) == [data.Item("e", 1), data.Item("d", 0)]
+
+
+def picture(path, color=(200, 30, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (20, 30), color).save(path)
+
+
+def test_own_folder(tmp_path):
+    for name in ("red_car", "boat"):
+        for i in range(10):
+            picture(tmp_path / "flat" / name / f"{i}.png")
+    (tmp_path / "flat" / ".cache").mkdir()
+    flat, template, _ = data.load(str(tmp_path / "flat"))
+    assert flat.classes == ["boat", "red_car"] and template == "a photo of a {}."
+    assert [len(part) for part in (flat.train, flat.val, flat.test)] == [10, 4, 6] and "seeded" in flat.split
+    assert len({item.image for item in flat.train + flat.val + flat.test}) == 20
+    assert data.load(str(tmp_path / "flat"))[0] == flat
+
+    picture(tmp_path / "parted" / "train" / "cat" / "deep" / "1.jpg")
+    picture(tmp_path / "parted" / "test" / "cat" / "2.jpg")
+    parted = data.load(str(tmp_path / "parted"))[0]
+    assert [(item.image.name, item.label) for item in parted.train + parted.test] == [("1.jpg", 0), ("2.jpg", 0)]
+    picture(tmp_path / "parted" / "test" / "dog" / "3.jpg")
+    with pytest.raises(data.InputError, match="'dog' is in only one of train/ and test/"):
+        data.load(str(tmp_path / "parted"))
+
+
+def test_dtd_in_coops_layout(tmp_path):
+    rows = {part: [[f"{name}/{name}_{i}.jpg", label, name] for label, name in enumerate(("banded", "dotted"))]
+            for i, part in enumerate(("train", "val", "test"))}
+    for path, *_ in sum(rows.values(), []):
+        picture(tmp_path / "dtd" / "images" / path)
+    split = tmp_path / "dtd" / "split_zhou_DescribableTextures.json"
+    split.write_text(json.dumps(rows))
+    dtd, template, lambda_reg = data.load("dtd", str(tmp_path))
+    assert (dtd.classes, template, lambda_reg, dtd.split) == (["banded", "dotted"], "{} texture.", 6.0, split.name)
+    assert dtd.test[1] == data.Item(tmp_path / "dtd" / "images" / "dotted" / "dotted_2.jpg", 1)
+    (tmp_path / "dtd" / "images" / "dotted" / "dotted_2.jpg").unlink()
+    with pytest.raises(data.InputError, match=r"1 of the 6 images .* are missing, such as .*dotted_2.jpg"):
+        data.load("dtd", str(tmp_path))
+    split.write_text(json.dumps({"train": []}))
+    with pytest.raises(data.InputError, match="not in CoOp's format"):
+        data.load("dtd", str(tmp_path))
+
+
+def test_augmentation_depends_on_seed_and_image_alone():
+    clip = type("", (), dict(image_size=16, mean=(.5,) * 3, std=(.5,) * 3))
+    noise = torch.randint(0, 256, (20, 20, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    items = [data.Item(Image.fromarray(noise.numpy()), label) for label in range(7)]
+    runs = [list(data.batches(items, data.transform(clip, train=True), 3, seed=seed, workers=workers))
+            for seed, workers in ((5, 0), (5, 2), (6, 0))]
+    assert [labels.tolist() for _, labels in runs[0]] == [labels.tolist() for _, labels in runs[1]]
+    assert len(runs[0]) == 2 and all(torch.equal(a, b) for (a, _), (b, _) in zip(runs[0], runs[1]))
+    assert not torch.equal(runs[0][0][0], runs[2][0][0])
+    assert len(list(data.batches(items, data.transform(clip, train=False), 3))) == 3
+
+
+# --------------------------------------------------------------------------------------------------------------- demo
+
+def test_the_demo_task_is_balanced_and_drawn_from_its_seed():
+    names, *parts = shapes.task(train=2, val=1, test=1)
+    assert len(set(names)) == 48 and [len(part) for part in parts] == [96, 48, 48]
+    for half in (names[:24], names[24:]):
+        for position, factor in enumerate(("texture", "color", "object")):
+            words = [name.split()[position] for name in half]
+            assert {words.count(value) for value in shapes.FACTORS[factor]} == {24 // len(shapes.FACTORS[factor])}
+    again = shapes.task(train=2, val=1, test=1)[1]
+    assert all((a == b).all() and k == l for (a, k), (b, l) in zip(parts[0], again))
+
+
+def run(*flags):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([str(flag) for flag in flags])
+    return stopped.value.code
+
+
+def test_training_lowers_the_loss_and_writes_its_results(tmp_path, capsys):
+    demo = ["--shots", 2, "--epochs", 3, "--batch-size", 8]
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a"]])
+    results = json.loads((tmp_path / "a" / "results.json").read_text())
+    first, _, last = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
+                      if line.startswith("seed 1  epoch")]
+    assert last < first and results["runs"][0]["losses"]["loss"] == pytest.approx(last, abs=1e-4)
+    assert results["DeAR"].keys() == results["zero_shot"].keys() == {"base", "novel", "HM"}
+    assert sum(results["alpha"].values()) == pytest.approx(1)
+    assert results["config"]["quick_gelu"] is False and results["split"] == "rendered"
+
+    train.main(["--output-dir", str(tmp_path / "a"), "--eval-only", "--shots", "2"])
+    assert json.loads((tmp_path / "a" / "results.json").read_text())["DeAR"] == results["DeAR"]
+
+    def interrupted(path, state):
+        write(path, state)
+        if state["epoch"] == 1:
+            raise KeyboardInterrupt
+    write, dear.write = dear.write, interrupted
+    assert run(*demo, "--output-dir", tmp_path / "b") == 130
+    dear.write = write
+    assert run(*demo, "--output-dir", tmp_path / "b", "--resume", "--lr", 1) == 2          # another run's state
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "b", "--resume"]])
+    resumed = json.loads((tmp_path / "b" / "results.json").read_text())
+    assert resumed["runs"][0]["branches"] == results["runs"][0]["branches"]                 # to the last digit
+    assert resumed["alpha"] == results["alpha"]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    for name in "abcd":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            (tmp_path / "images" / name / f"{i}.jpg").write_text("no image")
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
+    for flags, message in [
+            (["--dataset", tmp_path / "nowhere"], "neither a folder nor one of shapes, dtd"),
+            (["--dataset", tmp_path / "empty"], "holds no class folders"),
+            (["--dataset", tmp_path / "images", "--model", "demo", "--workers", 2], "is not a readable image"),
+            (["--model", "ViT-Z"], "neither a folder nor a configuration of OpenCLIP"),
+            (["--model", "RN50", "--pretrained", "openai"], "a ResNet"),
+            (["--model", "ViT-B-16-SigLIP", "--pretrained", "webli"], "vision_cfg.timm_model_name"),
+            (["--model", "ViT-B-16", "--pretrained", "mytag"], "its tags: openai"),
+            (["--model", "ViT-B-16", "--pretrained", tmp_path / "other.pt"], "does not fit the model"),
+            (["--model", "ViT-B-16", "--pretrained", tmp_path / "broken.json"], "not a readable weights file"),
+            (["--roles", tmp_path / "none.json"], "No such file"),
+            (["--roles", tmp_path / "broken.json"], "is not a JSON role map"),
+            (["--eval-only", "--output-dir", tmp_path / "none"], "no checkpoint"),
+            (["--shots", "0"], "from 1 on"), (["--beta", "2"], "between 0 and 1"),
+            (["--template", "a photo"], "needs one {}"), (["--device", "cuda:99"], "argument --device")]:
+        assert run(*flags, *([] if "--output-dir" in flags else ["--output-dir", tmp_path / "out"])) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("train.py: error:") or "error: argument" in error
+        assert message in error
+
+
+def test_a_non_finite_loss_stops_the_run(tmp_path, capsys):
+    assert run("--shots", 2, "--epochs", 2, "--lr", 1e30, "--output-dir", tmp_path) == 1
+    assert "try a lower --lr" in capsys.readouterr().err
+    assert not (tmp_path / "seed1.pt").exists()
