@@ -308,11 +308,12 @@ def test_few_shot_is_dassls():
     items = [data.Item(f"b{i}", 1) for i in range(3)] + [data.Item(f"a{i}", 0) for i in range(20)]
     train_items, val = data.few_shot(items, items, shots=8, seed=1)
     rng = random.Random(1)
-    picks = rng.sample(range(20), 8), rng.sample(range(3), 3), rng.sample(range(20), 4)
-    assert [item.image for item in train_items] == ["b0", "b1", "b2"] + [f"a{i}" for i in picks[0]]
-    picks = random.Random(1)
-    picks.sample(range(20), 8)
-    assert [item.image for item in val] == ["b0", "b1", "b2"] + [f"a{i}" for i in picks.sample(range(20), 4)]
+    assert [item.image for item in train_items] == ["b0", "b1", "b2"] + [f"a{i}" for i in rng.sample(range(20), 8)]
+    assert [item.image for item in val] == ["b0", "b1", "b2"] + [f"a{i}" for i in rng.sample(range(20), 4)]
+    # Positions published for DTD's 47 x 60 training list (cross_modal_adaptation, indices/dtd/shot_*-seed_*.json)
+    dtd = [data.Item(i, i // 60) for i in range(2820)]
+    assert [item.image for item in data.few_shot(dtd, [], 1, 1)[0]][:8] == [8, 96, 174, 231, 288, 304, 376, 427]
+    assert [item.image for item in data.few_shot(dtd, [], 16, 3)[0]][:9] == [15, 37, 34, 8, 23, 38, 30, 40, 58]
 
 
 def test_base_and_novel():
