@@ -104,6 +104,7 @@ def test_activation_comes_from_the_tag(tmp_path, monkeypatch):
     assert dear.load_clip("ViT-L-14", "laion2b_s32b_b82k").mean == (0.5, 0.5, 0.5)         # not OpenAI's statistics
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_every_kind_of_weights_file(tmp_path, monkeypatch, images):
     theirs, ours = tiny(tmp_path)
     monkeypatch.setattr(open_clip, "get_model_config", lambda name: dict(TINY["B-16"]))
