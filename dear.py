@@ -66,7 +66,7 @@ def role_row(role, attributes):
 
 def uniform_roles(role, clip, attributes=ATTRIBUTES):
     """Every head of layers J..L in the same role: "mixed" is plain insertion, "generalization" shuts the tokens out."""
-    return Roles(tuple(attributes), torch.tensor([[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS),
+    return Roles(tuple(attributes), torch.tensor([[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS, dtype=torch.bool),
                  f"every head {role}")
 
 
@@ -110,7 +110,7 @@ def read_roles(path, clip):
         if role == "attribute" and attribute not in attributes:
             raise InputError(f"role map {path}, {name}: attribute {attribute!r} is not among {', '.join(attributes)}")
         rows.append(role_row(attribute if role == "attribute" else role, attributes))
-    visible = torch.tensor(rows).view(ADAPTED_LAYERS, clip.heads, len(attributes))
+    visible = torch.tensor(rows, dtype=torch.bool).view(ADAPTED_LAYERS, clip.heads, len(attributes))
     for a, attribute in enumerate(attributes):
         if not visible[..., a].any():
             raise InputError(f"role map {path}: no head may see attribute {attribute!r}; "
