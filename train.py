@@ -53,7 +53,7 @@ def parse(argv):
     add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
     add("--lambda-fusion", type=number(float, 0), default=0.1, help="weight of L_fusion")
     # The recipe
-    add("--epochs", type=number(int, 1, 1000), default=10)
+    add("--epochs", type=number(int, 1, 1000), help="default: 10; 20 for shapes")
     add("--batch-size", type=number(int, 1), help="default: 4, as the relatives; 16 for shapes")
     add("--lr", type=number(float, 0), help="default: 1e-3; 5e-3 for shapes")
     add("--weight-decay", type=number(float, 0), default=5e-4)
@@ -71,6 +71,7 @@ def parse(argv):
     args.model = args.model or ("demo" if demo else "ViT-B-16")
     if args.pretrained is None and ":" not in args.model and args.model != "demo" and not Path(args.model).is_dir():
         args.pretrained = "openai"
+    args.epochs = args.epochs or (20 if demo else 10)
     args.batch_size = args.batch_size or (16 if demo else 4)
     args.lr = (5e-3 if demo else 1e-3) if args.lr is None else args.lr
     args.precision = args.precision or ("bf16" if cuda else "fp32")
