@@ -1,7 +1,7 @@
 """Data sets: where the images lie, which split the field uses, few-shot sampling, base and novel classes, transforms.
 
-Everything follows CoOp and Dassl.pytorch (KaiyangZhou), so that numbers compare: the same split files, the same few-shot
-images item for item, the same halves of the classes. A data set is a row of DATASETS, or any folder of class folders:
+Everything follows CoOp and Dassl.pytorch (KaiyangZhou), so that numbers compare: the same split files, the same
+few-shot images item for item, the same halves of the classes. A data set is a row of DATASETS, or a folder:
 
     data = load("dtd", root="data")                       # Data: classes, train, val, test, template
     train, val = few_shot(data.train, data.val, shots=16, seed=1)
@@ -55,14 +55,13 @@ def load(name, root="data", split=None):
 
     Returns Data, its template and its λ_reg. Errors: InputError, before anything is decoded.
     """
-    if name in DATASETS:
-        source = DATASETS[name]
-        return source.read(Path(root), split), source.template, source.lambda_reg
-    folder = Path(name)
-    if not folder.is_dir():
-        raise InputError(f"--dataset {name}: neither a folder nor one of {', '.join(DATASETS)}")
-    data = read_split(Path(split), folder) if split else read_folder(folder)
-    return data, "a photo of a {}.", 1.0
+    source = DATASETS.get(name) or Source(lambda root, split: read_own(Path(name), split), "a photo of a {}.", 1.0)
+    data = source.read(Path(root), split)
+    for part in ("train", "test"):
+        empty = set(range(len(data.classes))) - {item.label for item in getattr(data, part)}
+        if empty:
+            raise InputError(f"--dataset {name}: no {part} image of the class {data.classes[min(empty)]!r}")
+    return data, source.template, source.lambda_reg
 
 
 # ------------------------------------------------------------------------------------------------------------ readers
@@ -86,14 +85,18 @@ def read_dtd(root, split):
             torchvision.datasets.DTD(str(root), download=True)
         except Exception as error:                        # urllib, tarfile and checksums each fail in their own way
             raise InputError(f"no DTD images: looked for {places[0] / 'images'}/<class>/*.jpg, and the download failed "
-                             f"({error}); unpack dtd-r1.0.1.tar.gz from robots.ox.ac.uk/~vgg/data/dtd in {root}") from None
+                             f"({error}); unpack robots.ox.ac.uk/~vgg/data/dtd's dtd-r1.0.1.tar.gz in {root}") from None
         folder = places[1]
     file = Path(split) if split else coop_split(folder, "split_zhou_DescribableTextures.json")
     return read_split(file, folder / "images") if file else seeded_split(folder / "images")
 
 
-def read_folder(folder):
+def read_own(folder, split):
     """A folder of class folders, or of train/ and test/ (and perhaps val/) with class folders in each."""
+    if not folder.is_dir():
+        raise InputError(f"--dataset {folder}: neither a folder nor one of {', '.join(DATASETS)}")
+    if split:
+        return read_split(Path(split), folder)
     if not ((folder / "train").is_dir() and (folder / "test").is_dir()):
         return seeded_split(folder)
     parts = {part: class_folders(folder / part) for part in ("train", "val", "test") if (folder / part).is_dir()}
@@ -171,7 +174,7 @@ def read_split(file, images):
         raise InputError(f"split file {file} is not in CoOp's format ({type(error).__name__}: {error})") from None
     if sorted(names) != list(range(len(names))):
         raise InputError(f"split file {file}: labels must run from 0 without gaps, found {sorted(names)[:5]} ...")
-    present = {path for path in images.rglob("*")}        # one walk; a thousand `exists` calls are slow on a network disk
+    present = set(images.rglob("*"))                      # one walk: thousands of `exists` are slow on a network disk
     missing = [item.image for part in items.values() for item in part if item.image not in present]
     if missing:
         raise InputError(f"{len(missing)} of the {sum(map(len, items.values()))} images that {file} names are missing, "
@@ -246,8 +249,8 @@ class Images(torch.utils.data.Dataset):
 
 
 def batches(items, transform, batch_size, seed=None, workers=0):
-    """Batches of images `[B, 3, S, S]` and labels `[B]`. seed: for training: shuffled by it, augmented by it, and a last
-    small batch dropped as Dassl does; None keeps order and items."""
+    """Batches of images `[B, 3, S, S]` and labels `[B]`. seed: for training: shuffles and augments, and a last small
+    batch is dropped as Dassl does; None keeps order and items."""
     train = seed is not None
     return torch.utils.data.DataLoader(
         Images(items, transform, seed or 0), batch_size, shuffle=train, drop_last=train and len(items) >= batch_size,

@@ -66,15 +66,15 @@ def role_row(role, attributes):
 
 def uniform_roles(role, clip, attributes=ATTRIBUTES):
     """Every head of layers J..L in the same role: "mixed" is plain insertion, "generalization" shuts the tokens out."""
-    return Roles(tuple(attributes), torch.tensor([[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS, dtype=torch.bool),
-                 f"every head {role}")
+    rows = [[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS
+    return Roles(tuple(attributes), torch.tensor(rows, dtype=torch.bool), f"every head {role}")
 
 
 def published_roles(clip):
     """The paper's published anchors (Table 1, Figure 1; ViT-B/16), every other head isolated. Errors: InputError."""
     if (clip.layers, clip.heads) != (12, 12):
-        raise InputError(f"no role map for {clip.name} ({clip.layers} layers x {clip.heads} heads): the paper publishes "
-                         "heads of ViT-B/16 only; give --roles FILE, or --roles mixed to mask nothing")
+        raise InputError(f"no role map for {clip.name} ({clip.layers} layers x {clip.heads} heads): the paper "
+                         "publishes heads of ViT-B/16 only; give --roles FILE, or --roles mixed to mask nothing")
     roles = uniform_roles("generalization", clip)
     for attribute, (layer, head) in PUBLISHED_HEADS.items():
         roles.visible[layer - (clip.layers - ADAPTED_LAYERS + 1), head, ATTRIBUTES.index(attribute)] = True
@@ -129,7 +129,7 @@ def role_mask(shown):
     return score_mod
 
 
-compiled_flex_attention = torch.compile(flex_attention)         # compiled at its first call; uncompiled it is a slow oracle
+compiled_flex_attention = torch.compile(flex_attention)          # at its first call; uncompiled it is a slow oracle
 
 
 def role_attention(visible, tokens, flex):
@@ -272,7 +272,7 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     configuration and weights. pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
-    Returns a CLIP that also has `name`, `pretrained`, `activation_from`, `mean`, `std`, `fingerprint`. Errors: InputError.
+    Returns a CLIP with `name`, `pretrained`, `activation_from`, `mean`, `std` and `fingerprint`. Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
     folder = DEMO if model == "demo" else Path(model.removeprefix("local-dir:"))
@@ -284,7 +284,7 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
         config, tag, path = find_pretrained(model.replace("/", "-"), pretrained)
     scripted = path.suffix != ".safetensors" and is_torchscript(path)
     if quick_gelu is not None:
-        activation_from = "--quick-gelu"
+        activation_from = "as stated"
     elif scripted:
         quick_gelu, activation_from = True, "OpenAI's archive"
     elif tag and "quick_gelu" in tag:
@@ -302,7 +302,7 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
 
 
 def fingerprint(clip):
-    """Twelve hex digits that tell one checkpoint from another: of its projections and scale, which training all moves."""
+    """Twelve hex digits that tell one checkpoint from another: of its projections and its scale."""
     digest = hashlib.sha256()
     for tensor in (clip.visual.proj, clip.text_projection, clip.logit_scale):
         digest.update(tensor.detach().numpy().tobytes())
@@ -340,7 +340,7 @@ def read_hub(model):
 
 
 def find_pretrained(name, pretrained):
-    """A configuration of OpenCLIP's and a tag or file → configuration, the tag's record ({} for a file), weights file."""
+    """OpenCLIP's name and a tag or file → configuration, the tag's record ({} for a file), weights file."""
     config, tag = open_clip.get_model_config(name), open_clip.get_pretrained_cfg(name, pretrained or "")
     if config is None:
         raise InputError(f"--model {name} is neither a folder nor a configuration of OpenCLIP, "
@@ -366,8 +366,8 @@ def check_config(model, config):
     if isinstance(config["vision_cfg"].get("layers"), list):
         other = ["a ResNet"]
     if other:
-        raise InputError(f"--model {model} is not supported: it has {', '.join(other)}; DeAR needs OpenCLIP's plain ViT "
-                         "with its causal text transformer (ViT-B-16, ViT-B-32, ViT-L-14, ViT-H-14 ...)")
+        raise InputError(f"--model {model} is not supported: it has {', '.join(other)}; DeAR needs OpenCLIP's plain "
+                         "ViT with its causal text transformer (ViT-B-16, ViT-B-32, ViT-L-14, ViT-H-14 ...)")
     if config["vision_cfg"]["layers"] <= ADAPTED_LAYERS:
         raise InputError(f"--model {model} has {config['vision_cfg']['layers']} layers; "
                          f"DeAR adapts the last {ADAPTED_LAYERS} and needs some before them")
@@ -382,7 +382,7 @@ def read_weights(path, scripted, clip):
     """A state dict in float32 that fits `clip` exactly. Errors: InputError, with the first key that does not fit."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                      # torch.jit's deprecation: OpenAI's file stays what it is
+            warnings.simplefilter("ignore")                      # torch.jit is deprecated, OpenAI's file is not
             state = open_clip.factory.load_state_dict(str(path), weights_only=not scripted)
     except Exception as error:                                   # unpickling and safetensors raise types of their own
         raise InputError(f"{path} is not a readable weights file ({first_line(error)})") from None
@@ -406,7 +406,7 @@ def tokenize(clip, texts):
     tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     for text in texts:
         if len(tokenizer.encode(text)) + 2 > clip.context_length:                      # BOT and EOT
-            raise InputError(f"the prompt {text!r} has more than the {clip.context_length - 2} tokens this text tower reads")
+            raise InputError(f"the prompt {text!r} is longer than this text tower reads ({clip.context_length} tokens)")
     ids = tokenizer(list(texts)).to(clip.logit_scale.device)
     eot = ids.argmax(dim=1)
     return Tokens(ids[:, :int(eot.max()) + 1], eot)
@@ -430,7 +430,7 @@ class DeAR(nn.Module):
     def __init__(self, clip, roles, K=5, beta=0.9, alpha_cls=0.7, generator=None, chunk=128, flex=None):
         super().__init__()
         self.clip, self.roles, self.beta, self.chunk = clip, roles, beta, chunk
-        self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns these modules
+        self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns the modules
         self.text_blocks = list(clip.transformer.resblocks)
         N, D_v = clip.visual.positional_embedding.shape
         A, D_t, device = len(roles.attributes), clip.positional_embedding.shape[1], clip.logit_scale.device
@@ -462,7 +462,7 @@ class DeAR(nn.Module):
     def forward(self, images, prompts):
         """images `[B, 3, S, S]`, prompts of C classes → f_cls `[B, E]`, f_attr `[B, A, E]`, f_text `[C, E]` and frozen
         CLIP's f_cls0 `[B, E]` of the same images, all normalised."""
-        x = self.image_prefix(images)                            # layers 1..J-1 see nothing learned: once, for both paths
+        x = self.image_prefix(images)                            # sees nothing learned: once, for both paths
         f_cls, f_attr = self.adapted_image(x)
         return f_cls, f_attr, self.adapted_text(prompts), self.frozen_image(x)
 
@@ -492,7 +492,7 @@ class DeAR(nn.Module):
         tokens = repeat(r, "a d -> b a d", b=len(x))             # no positional embedding
         for l, (block, attend) in enumerate(zip(self.image_blocks[-ADAPTED_LAYERS:], self.image_attention)):
             if l > 0:
-                tokens = self.beta * r + (1 - self.beta) * tokens                      # β-mixing: r̃ is the layer before's
+                tokens = self.beta * r + (1 - self.beta) * tokens                      # β-mixing of r with r̃
             x, shapes = pack([x, tokens], "b * d")
             x, tokens = unpack(block(x, attend), shapes, "b * d")
         return normalize(visual.head(x[:, 0])), normalize(visual.ln_post(tokens) @ self.attr_proj)
@@ -528,7 +528,7 @@ class DeAR(nn.Module):
                 bot, tokens, words = unpack(block(x, causal), shapes, "c * d")
             return self.read_text(words, eot - 1)                # words starts after BOT; EOT stands at eot + K in x
         chunks = list(zip(prompts.x.split(self.chunk), prompts.eot.split(self.chunk)))
-        if len(chunks) > 1 and torch.is_grad_enabled():          # keep one chunk's activations and recompute the others'
+        if len(chunks) > 1 and torch.is_grad_enabled():          # keeps one chunk's activations, recomputes
             return torch.cat([checkpoint(suffix, x, eot, use_reentrant=False) for x, eot in chunks])
         return torch.cat([suffix(x, eot) for x, eot in chunks])
 
@@ -546,7 +546,7 @@ class DeAR(nn.Module):
 
 
 def normalize(x):
-    return F.normalize(x.float(), dim=-1)                        # features, logits and losses are float32 under autocast
+    return F.normalize(x.float(), dim=-1)                        # features and losses are float32 under autocast
 
 
 # ------------------------------------------------------------------------------------------------- fusion and losses
@@ -610,7 +610,7 @@ def load_checkpoint(path, clip=None, device="cpu"):
     state = read_checkpoint(path)
     clip = clip or load_clip(state["model"], state["pretrained"], state["quick_gelu"], device)
     if (clip.fingerprint, clip.quick_gelu) != (state["fingerprint"], state["quick_gelu"]):
-        raise InputError(f"{path} was trained on other weights than these: on {state['model']} {state['pretrained'] or ''} "
+        raise InputError(f"{path} was trained on other weights: {state['model']} {state['pretrained'] or ''} "
                          f"({state['fingerprint']}), not {clip.name} {clip.pretrained or ''} ({clip.fingerprint})")
     roles = Roles(tuple(state["attributes"]), state["visible"], state["roles"])
     model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])

@@ -12,6 +12,7 @@ of some color and texture, a white geometric shape beside it, and a location. `r
 import argparse
 import colorsys
 import functools
+import itertools
 import json
 import math
 import os
@@ -102,8 +103,8 @@ def render(labels, generator, world=PRETRAINING):
         """→ figure and figure with outline, `[B, 1, S, S]` each, and the figure's own coordinates u, v, `[B, S, S]`."""
         angle = uniform(-.08, .08)
         c, s, lean = angle.cos(), angle.sin(), angle.sin() + world.lean
-        affine = torch.cat([torch.cat([c, lean, -(x * c + y * lean)], 2), torch.cat([-s, c, x * s - y * c], 2)], 1) / size
-        grid = F.affine_grid(affine, [B, 1, S, S], align_corners=False)
+        affine = torch.cat([torch.cat([c, lean, -(x * c + y * lean)], 2), torch.cat([-s, c, x * s - y * c], 2)], 1)
+        grid = F.affine_grid(affine / size, [B, 1, S, S], align_corners=False)
         return *F.grid_sample(figures, grid, align_corners=False).split(1, dim=1), *grid.unbind(dim=-1)
 
     side = torch.randint(0, 2, (B, 1, 1), generator=generator) * 2.0 - 1
@@ -194,7 +195,8 @@ def task(train=16, val=4, test=20, seed=7, world=TASK):
         generator = torch.Generator().manual_seed(10 * seed + number)
         labels = torch.arange(48).repeat_interleave(per_class)
         texture, color, thing = torch.tensor(classes)[labels].unbind(dim=1)
-        shape, location = [torch.randint(len(FACTORS[f]), labels.shape, generator=generator) for f in ("shape", "location")]
+        shape, location = [torch.randint(len(FACTORS[factor]), labels.shape, generator=generator)
+                           for factor in ("shape", "location")]
         images = render(torch.stack([color, texture, thing, shape, location], dim=1), generator, world)
         parts.append(list(zip(rearrange(images, "b c y x -> b y x c").numpy(), labels.tolist())))
     return names, *parts
@@ -262,7 +264,7 @@ def normalize(images):
 
 
 def pretrain(folder, steps=3000, seed=0):
-    """Trains the small CLIP and writes it to folder/ in OpenCLIP's format (half precision), every 250 steps and at the end."""
+    """Trains the small CLIP; every 250 steps writes it to folder/ in OpenCLIP's format, in half precision."""
     import open_clip                                      # not needed to render
     from safetensors.torch import save_file
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -290,7 +292,8 @@ def pretrain(folder, steps=3000, seed=0):
             print(f"step {step}/{steps}  loss {loss.item():.3f}  {step * len(labels) / seconds:.0f} images/s  "
                   f"{seconds / step * (steps - step) / 60:.0f} minutes to go", flush=True)
         if step % 250 == 0 or step == steps:
-            print("   ", "  ".join(f"{name} {value:.1f} %" for name, value in accuracy(model, tokenizer).items()), flush=True)
+            found = accuracy(model, tokenizer)
+            print("   ", "  ".join(f"{name} {value:.1f} %" for name, value in found.items()), flush=True)
             part = folder / "open_clip_model.safetensors.tmp"
             save_file({key: value.half().contiguous() for key, value in model.state_dict().items()}, part)
             os.replace(part, folder / "open_clip_model.safetensors")
@@ -305,10 +308,12 @@ def accuracy(model, tokenizer, n=1000):
     features = model.encode_image(normalize(render(labels, generator)), normalize=True)
 
     def right(texts, target):
-        return 100 * ((features @ model.encode_text(tokenizer(texts), normalize=True).T).argmax(1) == target).float().mean()
+        text_features = model.encode_text(tokenizer(texts), normalize=True)
+        return 100 * ((features @ text_features.T).argmax(dim=1) == target).float().mean()
     found = {factor: right([ALONE[factor][0].format(value) for value in values], labels[:, f])
              for f, (factor, values) in enumerate(FACTORS.items())}
-    names = [f"a photo of a {t} {c} {o}." for t in FACTORS["texture"] for c in FACTORS["color"] for o in FACTORS["object"]]
+    names = ["a photo of a {} {} {}.".format(*words)
+             for words in itertools.product(FACTORS["texture"], FACTORS["color"], FACTORS["object"])]
     color, texture, thing = labels[:, :3].unbind(dim=1)
     number = (texture * len(FACTORS["color"]) + color) * len(FACTORS["object"]) + thing
     return {**found, f"all {len(names)} names": right(names, number)}
@@ -326,6 +331,6 @@ def picture(file, columns=12):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", metavar="FILE.png", help="draw both worlds instead of pretraining")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().with_name("demo"), help="where to write")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().with_name("demo"), help="to write to")
     args = parser.parse_args()
     picture(args.picture) if args.picture else pretrain(args.folder)

@@ -148,7 +148,8 @@ def test_role_mask_truth_table():
                 "generalization": ["1100", "1100", "0011", "0011"]}
     visible = torch.tensor([dear.role_row(role, ("a", "b")) for role in expected])
     attend = dear.role_attention(visible, tokens=2, flex=False)
-    assert attend.keywords["attn_mask"][0].tolist() == [[[c == "1" for c in row] for row in m] for m in expected.values()]
+    by_hand = [[[digit == "1" for digit in row] for row in rows] for rows in expected.values()]
+    assert attend.keywords["attn_mask"][0].tolist() == by_hand
     shown = torch.cat([torch.ones(4, 2, dtype=torch.bool), visible], dim=1)
     assert torch.equal(attend.keywords["attn_mask"][0], shown[:, :, None] == shown[:, None, :])
 
@@ -204,7 +205,8 @@ def test_all_mixed_is_plain_insertion(clips, images):
 def test_a_routed_head_sees_its_own_attribute_only():
     """What original tokens receive in a head of attribute a does not change with any other attribute's token."""
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
-    attend = dear.role_attention(torch.tensor([dear.role_row("a", "abc"), dear.role_row("generalization", "abc")]), 5, False)
+    visible = torch.tensor([dear.role_row(role, "abc") for role in ("a", "generalization")])
+    attend = dear.role_attention(visible, tokens=5, flex=False)
     before = attend(q, k, v)[:, :, :5]
     for changed, same in ((5, [False, True]), (6, [True, True]), (7, [True, True])):
         k2, v2 = k.clone(), v.clone()
@@ -220,7 +222,7 @@ def test_published_roles_and_role_files(tmp_path, clips):
         dear.published_roles(clip)
     clip12 = type("", (), dict(layers=12, heads=12, name="ViT-B-16"))
     visible = dear.published_roles(clip12).visible
-    assert visible.sum() == 5 and visible[3, 7, dear.ATTRIBUTES.index("object")] and visible[2, 5, 2] and visible[3, 0, 4]
+    assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
 
     heads = {f"L{l} H{h}": {"role": "mixed"} for l in (9, 10, 11, 12) for h in range(3)}
     heads["L9 H0"] = {"role": "attribute", "attribute": "hue"}
@@ -305,7 +307,7 @@ def test_checkpoint_round_trip(tmp_path, clips, images):
 # --------------------------------------------------------------------------------------------------------------- data
 
 def test_few_shot_is_dassls():
-    """Two classes, the second first in the list and short: random.sample in first-seen order, then val on the stream."""
+    """Two classes, the second first in the list and short: drawn in first-seen order, then val from the same stream."""
     items = [data.Item(f"b{i}", 1) for i in range(3)] + [data.Item(f"a{i}", 0) for i in range(20)]
     train_items, val = data.few_shot(items, items, shots=8, seed=1)
     rng = random.Random(1)
@@ -346,6 +348,9 @@ def test_own_folder(tmp_path):
     picture(tmp_path / "parted" / "test" / "dog" / "3.jpg")
     with pytest.raises(data.InputError, match="'dog' is in only one of train/ and test/"):
         data.load(str(tmp_path / "parted"))
+    picture(tmp_path / "flat" / "yacht" / "only.png")
+    with pytest.raises(data.InputError, match="no train image of the class 'yacht'"):
+        data.load(str(tmp_path / "flat"))
 
 
 def test_dtd_in_coops_layout(tmp_path):
@@ -411,9 +416,13 @@ def test_training_lowers_the_loss_and_writes_its_results(tmp_path, capsys):
     train.main(["--output-dir", str(tmp_path / "a"), "--eval-only", "--shots", "2"])
     assert json.loads((tmp_path / "a" / "results.json").read_text())["DeAR"] == results["DeAR"]
 
+    saved = (tmp_path / "a" / "seed1.pt").read_bytes()
+    assert run(*demo, "--output-dir", tmp_path / "a", "--lr", 1) == 2                       # not over another run
+    assert (tmp_path / "a" / "seed1.pt").read_bytes() == saved
+
     def interrupted(path, state):
         write(path, state)
-        if state["epoch"] == 1:
+        if state.get("epoch") == 1:
             raise KeyboardInterrupt
     write, dear.write = dear.write, interrupted
     assert run(*demo, "--output-dir", tmp_path / "b") == 130

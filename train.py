@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import reprlib
 import resource
 import statistics
 import subprocess
@@ -26,30 +27,33 @@ from tqdm import tqdm
 import data
 import dear
 
-WARMUP_LR = 1e-5                                          # of the first epoch (MMRL's recipe, as all of it)
+# What a flag left out becomes: MMRL's published recipe, and for the demo one chosen on other draws of its task.
+RECIPE = {"model": "ViT-B-16", "epochs": 10, "batch_size": 4, "lr": 1e-3, "workers": min(8, os.cpu_count())}
+SHAPES = {"model": "demo", "epochs": 20, "batch_size": 16, "lr": 5e-3, "workers": 0}
+WARMUP_LR = 1e-5                                          # of the first epoch
 EVAL_BATCH = 100
 
 
 def parse(argv):
-    """The flags. Where the default is None the data set or the machine decides; what was decided is printed."""
+    """The flags. What has no default here gets one from RECIPE, SHAPES, the data set or the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # What to learn from
-    add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one sub-folder per class")
+    add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one folder per class")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
     add("--template", help="the prompt, with {} for the class name; default: CoOp's for the data set")
     add("--shots", type=number(int, 1), default=16, help="images per class")
-    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", default=[1], help="one run each; several give mean and std")
+    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", default=[1], help="one run each, for mean and std")
     # The frozen CLIP
-    add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16, demo for shapes")
+    add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16; demo for shapes")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
-    add("--quick-gelu", action=argparse.BooleanOptionalAction, help="the activation of a weights file; tags know theirs")
+    add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
     # The method (dear.py; what the paper leaves open is listed in the README)
-    add("--roles", help="a role map, or mixed / generalization for every head; default: the model's own, else published")
+    add("--roles", help="a role map, or mixed or generalization for every head; default: the model's, else the paper's")
     add("--text-tokens", type=number(int, 0), default=5, help="K")
-    add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in what each layer's inserted token is")
-    add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="where the class feature's fusion weight starts")
+    add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in each layer's inserted one")
+    add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="α_cls at the start")
     add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
     add("--lambda-fusion", type=number(float, 0), default=0.1, help="weight of L_fusion")
     # The recipe
@@ -67,18 +71,15 @@ def parse(argv):
     add("--eval-only", action="store_true", help="test the checkpoints in --output-dir")
     args = parser.parse_args(argv)
 
-    demo, cuda = args.dataset == "shapes", args.device.startswith("cuda")
-    args.model = args.model or ("demo" if demo else "ViT-B-16")
-    if args.pretrained is None and ":" not in args.model and args.model != "demo" and not Path(args.model).is_dir():
-        args.pretrained = "openai"
-    args.epochs = args.epochs or (20 if demo else 10)
-    args.batch_size = args.batch_size or (16 if demo else 4)
-    args.lr = (5e-3 if demo else 1e-3) if args.lr is None else args.lr
-    args.precision = args.precision or ("bf16" if cuda else "fp32")
-    args.compile = cuda if args.compile is None else args.compile
-    args.workers = (0 if demo else min(8, os.cpu_count())) if args.workers is None else args.workers
-    names = [Path(args.dataset).name, Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")]
-    args.output_dir = args.output_dir or Path("output", *names, f"{args.shots}shots")
+    cuda = args.device.startswith("cuda")
+    recipe = SHAPES if args.dataset == "shapes" else RECIPE
+    for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    brings_weights = args.model == "demo" or ":" in args.model or Path(args.model).is_dir()
+    args.pretrained = args.pretrained or (None if brings_weights else "openai")
+    model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
+    args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
     return parser, args
 
 
@@ -107,7 +108,7 @@ def device(name):
 # ----------------------------------------------------------------------------------------------------------- training
 
 def learning_rate(epoch, epochs, lr):
-    """One warm-up epoch at WARMUP_LR, then a cosine that never reaches 0 (Dassl steps its warm-up before the cosine)."""
+    """One epoch at WARMUP_LR, then a cosine that never reaches 0 (Dassl's, which steps once per epoch)."""
     if epochs == 1:
         return lr
     return WARMUP_LR if epoch == 0 else lr * (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2
@@ -116,14 +117,18 @@ def learning_rate(epoch, epochs, lr):
 LOSSES = ("loss", "CE", "reg", "fusion")
 
 
+def autocast(args):
+    """The towers' precision. Features leave them in float32, and logits and losses stay outside."""
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.precision == "bf16")
+
+
 def make_losses(args, model, prompts):
     """The training step up to its losses: images `[B, 3, S, S]`, labels `[B]` → the four terms of LOSSES."""
-    autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.precision == "bf16")
-    with autocast:
+    with autocast(args):
         f_text0 = model.frozen_text(prompts)              # once per run: the class names do not change
 
     def losses(images, labels):
-        with autocast:
+        with autocast(args):
             f_cls, f_attr, f_text, f_cls0 = model(images, prompts)
         ce = dear.ce_loss(dear.fuse(f_cls, f_attr, f_text, model.alpha, model.clip.tau), labels)
         reg = dear.reg_loss(f_cls, f_cls0, f_text, f_text0)
@@ -141,11 +146,11 @@ def train(args, model, losses, items, settings, partial):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
     augment = data.transform(model.clip, train=True)
     if args.resume and partial.exists():
-        state = torch.load(partial, map_location="cpu", weights_only=True)
+        state = dear.read_checkpoint(partial)
         check_settings(partial, state["settings"], settings)
         model.load_trained(state["trained"])
         optimizer.load_state_dict(state["optimizer"])
-        first, means = state["epoch"], state["means"]
+        first, means = state["epoch"], state["losses"]
 
     for epoch in range(first, args.epochs):
         lr = optimizer.param_groups[0]["lr"] = learning_rate(epoch, args.epochs, args.lr)
@@ -153,7 +158,7 @@ def train(args, model, losses, items, settings, partial):
         bar = tqdm(data.batches(items, augment, args.batch_size, seed * 10**4 + epoch, args.workers),
                    f"seed {seed}, epoch {epoch + 1}", leave=False, disable=None)
         for step, (images, labels) in enumerate(bar, 1):
-            terms = torch.stack(losses(images.to(args.device), labels.to(args.device)))
+            terms = torch.stack(losses(*(t.to(args.device, non_blocking=True) for t in (images, labels))))
             optimizer.zero_grad()
             terms[0].backward()
             optimizer.step()
@@ -167,17 +172,17 @@ def train(args, model, losses, items, settings, partial):
         print(f"seed {seed}  epoch {epoch + 1:2}/{args.epochs}  lr {lr:.1e}  "
               + "  ".join(f"{name} {value:.4f}" for name, value in means.items())
               + f"  α_cls {model.alpha[0]:.3f}  {time.time() - started:.1f} s", flush=True)
-        dear.write(partial, dict(settings=settings, trained=model.trained(), optimizer=optimizer.state_dict(),
-                                 epoch=epoch + 1, means=means))
+        dear.save_checkpoint(partial, model, settings=settings, losses=means, epoch=epoch + 1,
+                             optimizer=optimizer.state_dict())
     return means
 
 
 def check_settings(file, saved, settings):
-    """Refuses to mix two runs: what `file` was made with must be this command's settings."""
+    """Refuses to mix two runs, or to write one over another: `file` must come from these very settings."""
     for key in settings:
         if saved.get(key) != settings[key]:
-            raise data.InputError(f"{file} was made with {key} {saved.get(key)}, not {settings[key]}; "
-                                  "drop --resume to train anew, or give another --output-dir")
+            was, now = reprlib.repr(saved.get(key)), reprlib.repr(settings[key])
+            raise data.InputError(f"{file} was made with {key} {was}, not {now}: give another --output-dir, or move it")
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -188,28 +193,33 @@ def accuracy(args, clip, items, logits):
     right = {}
     for images, labels in tqdm(data.batches(items, data.transform(clip, train=False), EVAL_BATCH, workers=args.workers),
                                "testing", leave=False, disable=None):
-        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.precision == "bf16"):
-            branches = logits(images.to(args.device))
-        for branch, value in branches.items():
+        for branch, value in logits(images.to(args.device)).items():
             right[branch] = right.get(branch, 0) + (value.argmax(dim=1).cpu() == labels).sum().item()
     return {branch: 100 * count / len(items) for branch, count in right.items()}
 
 
-def zero_shot(model, prompts):
+def zero_shot(args, model, prompts):
     """Frozen CLIP's logits, on the same prompts."""
     f_text0 = model.frozen_text(prompts)
-    return lambda images: {"CLIP": model.frozen_image(model.image_prefix(images)) @ f_text0.T}
-
-
-def adapted(model, prompts):
-    """DeAR's logits: fused (what is reported), and those of the class feature and of the attribute features alone."""
-    with torch.no_grad():
-        f_text, alpha = model.adapted_text(prompts), model.alpha
 
     def logits(images):
-        f_cls, f_attr = model.adapted_image(model.image_prefix(images))
-        return {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, model.clip.tau), "class": f_cls @ f_text.T,
-                "attributes": dear.fuse(f_cls, f_attr, f_text, torch.cat([0 * alpha[:1], alpha[1:]]), model.clip.tau)}
+        with autocast(args):
+            f_cls0 = model.frozen_image(model.image_prefix(images))
+        return {"CLIP": f_cls0 @ f_text0.T}
+    return logits
+
+
+def adapted(args, model, prompts):
+    """DeAR's logits: fused (what is reported), and those of the class feature and of the attribute features alone."""
+    with torch.no_grad():
+        f_text, alpha, tau = model.adapted_text(prompts), model.alpha, model.clip.tau
+    alone = alpha * (torch.arange(len(alpha), device=alpha.device) > 0)
+
+    def logits(images):
+        with autocast(args):
+            f_cls, f_attr = model.adapted_image(model.image_prefix(images))
+        return {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau), "class": f_cls @ f_text.T,
+                "attributes": dear.fuse(f_cls, f_attr, f_text, alone, tau)}
     return logits
 
 
@@ -237,9 +247,10 @@ def choose_roles(args, clip):
 
 def run(args):
     """One command: zero-shot CLIP, then for each seed few-shot training and testing, the table, results.json."""
+    finals = {seed: args.output_dir / f"seed{seed}.pt" for seed in args.seeds}
     if args.eval_only:                                    # the settings are the checkpoint's, not the command's
-        vars(args).update(dear.read_checkpoint(args.output_dir / f"seed{args.seeds[0]}.pt")["settings"])
-        del args.seed
+        saved = dear.read_checkpoint(finals[args.seeds[0]])["settings"]
+        vars(args).update({key: saved[key] for key in record(args)})
     dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
     if len(dataset.classes) < 4:
         raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
@@ -247,9 +258,17 @@ def run(args):
     if args.template.count("{}") != 1 or args.template.count("{") != 1:
         raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
     args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
-    clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
-    args.quick_gelu = clip.quick_gelu
-    model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
+    if args.eval_only:
+        model, _ = dear.load_checkpoint(finals[args.seeds[0]], device=args.device)
+        clip = model.clip
+    else:
+        clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
+        args.quick_gelu = clip.quick_gelu
+        model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
+    settings = {**record(args), "weights": clip.fingerprint, "visible": model.roles.visible.tolist()}
+    for seed, final in finals.items():
+        if final.exists():
+            check_settings(final, dear.read_checkpoint(final)["settings"], {**settings, "seed": seed})
     halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
     names = {half: [dataset.classes[label] for label in labels] for half, labels in halves.items()}
     texts = {half: [args.template.format(name.replace("_", " ")) for name in names[half]] for half in halves}
@@ -263,17 +282,15 @@ def run(args):
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
           f"prompt    {texts['base'][0]!r}\n"
-          f"settings  {' '.join(f'{k}={v}' for k, v in {**record(args), 'compile': args.compile}.items())}", flush=True)
+          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items())}", flush=True)
 
-    clip_row = {half: accuracy(args, clip, test[half], zero_shot(model, prompts[half]))["CLIP"] for half in halves}
+    clip_row = {half: accuracy(args, clip, test[half], zero_shot(args, model, prompts[half]))["CLIP"] for half in halves}
     print(f"zero-shot CLIP: base {clip_row['base']:.2f}, novel {clip_row['novel']:.2f}", flush=True)
     losses, runs = make_losses(args, model, prompts["base"]), []
-    for seed in args.seeds:
-        final, partial = args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"
-        settings, started = {**record(args), "seed": seed}, time.time()
+    for seed, final in finals.items():
+        partial, settings["seed"], started = final.with_suffix(".part.pt"), seed, time.time()
         if args.eval_only or (args.resume and final.exists()):
             model, saved = dear.load_checkpoint(final, clip)
-            check_settings(final, saved["settings"], settings)
             means = saved["losses"]
         else:
             model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
@@ -282,14 +299,14 @@ def run(args):
             dear.save_checkpoint(final, model, classes=names["base"], settings=settings, losses=means)
             partial.unlink()
         seconds = time.time() - started
-        branches = {half: accuracy(args, clip, test[half], adapted(model, prompts[half])) for half in halves}
+        branches = {half: accuracy(args, clip, test[half], adapted(args, model, prompts[half])) for half in halves}
         runs.append({"seed": seed, **{half: branches[half]["fused"] for half in halves}, "branches": branches,
                      "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "losses": means,
                      "seconds": round(seconds, 2), "checkpoint": str(final)})
-    report(args, dataset, clip_row, runs)
+    report(args, dataset, model, clip_row, runs)
 
 
-def report(args, dataset, clip_row, runs):
+def report(args, dataset, model, clip_row, runs):
     """Prints the table and writes results.json."""
     columns = {half: [r[half] for r in runs] for half in ("base", "novel")}
     columns["HM"] = [harmonic_mean(*pair) for pair in zip(columns["base"], columns["novel"])]
@@ -313,12 +330,13 @@ def report(args, dataset, clip_row, runs):
 
     cuda = args.device.startswith("cuda")
     results = {
-        "config": {**vars(args), "output_dir": str(args.output_dir)}, "split": dataset.split, "zero_shot": clip_row,
-        "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
+        "config": {**vars(args), "output_dir": str(args.output_dir)}, "split": dataset.split, "roles": model.roles.source,
+        "weights": model.clip.fingerprint, "zero_shot": clip_row, "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": commit()},
-        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
         "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if cuda
-                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10),
+                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                                / (2**20 if sys.platform == "darwin" else 2**10)),
     }
     file = args.output_dir / "results.json"
     part = file.with_suffix(".tmp")
