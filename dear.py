@@ -51,8 +51,8 @@ class InputError(ValueError):
 class Roles(NamedTuple):
     """The role map of a checkpoint, as one table.
 
-    attributes: A names, in the order of the attribute tokens. visible: bool `[layers, H, A]` for layers J..L (METHOD:
-    mixed = all True, generalization = all False, attribute a = one-hot). source: where it comes from, for the record.
+    attributes: A names, in the order of the attribute tokens. visible: bool `[layers, H, A]` for layers J..L; a mixed
+    head's row is all True, a generalization head's all False, an attribute head's one-hot. source: for the record.
     """
     attributes: tuple
     visible: torch.Tensor
@@ -89,10 +89,10 @@ def read_roles(path, clip):
     """
     try:
         file = json.loads(Path(path).read_text())
-        attributes, heads = tuple(file["attributes"]), file["map"]
+        attributes, heads = tuple(file["attributes"]), {name: dict(head) for name, head in file["map"].items()}
     except OSError as error:
         raise InputError(f"role map {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
     first = clip.layers - ADAPTED_LAYERS + 1
     expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
@@ -119,7 +119,7 @@ def read_roles(path, clip):
 
 
 def role_mask(shown):
-    """The rule of METHOD 2 as a flex_attention score_mod: query i and key j meet iff both are shown, or neither is.
+    """The paper's role-based mask as a flex_attention score_mod: query i and key j meet iff both are shown, or neither is.
 
     shown: bool `[H, N + A]`, is this token visible to original tokens in this head? (originals always are). What is
     shut out still sees itself and the others shut out, so no row is ever all -inf, and nothing crosses.
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    def __init__(self, embed_dim, quick_gelu, width, layers, patch_size, image_size, head_width=64, mlp_ratio=4.0):
+    def __init__(self, embed_dim, quick_gelu, image_size, patch_size, width, layers, head_width, mlp_ratio):
         super().__init__()
         patches = (image_size // patch_size) ** 2
         self.conv1 = nn.Conv2d(3, width, patch_size, stride=patch_size, bias=False)
@@ -225,17 +225,19 @@ class CLIP(nn.Module):
     """
     def __init__(self, config, quick_gelu):
         super().__init__()
-        text = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12, "mlp_ratio": 4.0,
+        image = {"image_size": 224, "patch_size": 16, "width": 768, "layers": 12, "head_width": 64, "mlp_ratio": 4.0,
+                 **config["vision_cfg"]}                         # what a configuration leaves out, as in open_clip
+        text = {"context_length": 77, "vocab_size": 49408, "width": 512, "layers": 12, "heads": 8, "mlp_ratio": 4.0,
                 **config["text_cfg"]}
-        self.visual = VisionTransformer(config["embed_dim"], quick_gelu, **config["vision_cfg"])
+        self.visual = VisionTransformer(config["embed_dim"], quick_gelu, **image)
         self.token_embedding = nn.Embedding(text["vocab_size"], text["width"])
         self.positional_embedding = nn.Parameter(torch.empty(text["context_length"], text["width"]))
         self.transformer = Transformer(text["width"], text["layers"], text["heads"], text["mlp_ratio"], quick_gelu)
         self.ln_final = nn.LayerNorm(text["width"])
         self.text_projection = nn.Parameter(torch.empty(text["width"], config["embed_dim"]))
         self.logit_scale = nn.Parameter(torch.empty(()))
-        self.layers, self.heads = config["vision_cfg"]["layers"], self.visual.transformer.resblocks[0].attn.heads
-        self.image_size, self.context_length = config["vision_cfg"]["image_size"], text["context_length"]
+        self.layers, self.heads = image["layers"], image["width"] // image["head_width"]
+        self.image_size, self.context_length = image["image_size"], text["context_length"]
         self.quick_gelu = quick_gelu
 
     @property
@@ -268,18 +270,18 @@ class CLIP(nn.Module):
 def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     """Loads a frozen CLIP by OpenCLIP's names.
 
-    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder, "hf-hub:ORG/REPO" or "demo" that hold
-    configuration and weights. pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
-    TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
+    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder with a configuration and weights in OpenCLIP's
+    format, such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's TorchScript
+    archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
     Returns a CLIP with `name`, `pretrained`, `activation_from`, `mean`, `std` and `fingerprint`. Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
-    folder = DEMO if model == "demo" else Path(model.removeprefix("local-dir:"))
-    if folder.is_dir() or model.startswith("hf-hub:"):
+    folder = DEMO if model == "demo" else Path(model)
+    if folder.is_dir():
         if pretrained:
             raise InputError(f"--pretrained {pretrained}: {model} brings its own weights; leave it out")
-        config, tag, path = read_folder(folder) if folder.is_dir() else read_hub(model)
+        config, tag, path = read_folder(folder)
     else:
         config, tag, path = find_pretrained(model.replace("/", "-"), pretrained)
     scripted = path.suffix != ".safetensors" and is_torchscript(path)
@@ -328,17 +330,6 @@ def read_folder(folder):
     return config, preprocess, weights[0]
 
 
-def read_hub(model):
-    """`hf-hub:ORG/REPO` → the same, downloaded."""
-    repository = model.removeprefix("hf-hub:")
-    try:
-        weights = Path(open_clip.pretrained.download_pretrained_from_hf(repository))
-        open_clip.pretrained.download_pretrained_from_hf(repository, filename="open_clip_config.json")
-    except Exception as error:                                   # hubs fail in many ways; all mean: no weights here
-        raise InputError(f"cannot download {model} ({first_line(error)})") from None
-    return read_folder(weights.parent)
-
-
 def find_pretrained(name, pretrained):
     """OpenCLIP's name and a tag or file → configuration, the tag's record ({} for a file), weights file."""
     config, tag = open_clip.get_model_config(name), open_clip.get_pretrained_cfg(name, pretrained or "")
@@ -352,8 +343,8 @@ def find_pretrained(name, pretrained):
     try:
         return config, tag, Path(open_clip.download_pretrained(tag) if tag else pretrained)
     except Exception as error:
-        raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the "
-                         "weights here and give the file as --pretrained") from None
+        raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the weights "
+                         f"here and give --pretrained FILE{' --quick-gelu' * tag.get('quick_gelu', False)}") from None
 
 
 def check_config(model, config):
@@ -361,16 +352,19 @@ def check_config(model, config):
     known = {"": {"embed_dim", "quick_gelu", "vision_cfg", "text_cfg"},
              "vision_cfg": {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"},
              "text_cfg": {"layers", "width", "heads", "mlp_ratio", "context_length", "vocab_size"}}
+    missing = {"embed_dim", "vision_cfg", "text_cfg"} - config.keys()
+    if missing:
+        raise InputError(f"--model {model}: its configuration lacks {', '.join(sorted(missing))}")
     other = [f"{part}.{key}" if part else key for part in known for key in (config[part] if part else config)
              if key not in known[part]]
-    if isinstance(config["vision_cfg"].get("layers"), list):
+    layers = config["vision_cfg"].get("layers", 12)
+    if isinstance(layers, list):
         other = ["a ResNet"]
     if other:
         raise InputError(f"--model {model} is not supported: it has {', '.join(other)}; DeAR needs OpenCLIP's plain "
                          "ViT with its causal text transformer (ViT-B-16, ViT-B-32, ViT-L-14, ViT-H-14 ...)")
-    if config["vision_cfg"]["layers"] <= ADAPTED_LAYERS:
-        raise InputError(f"--model {model} has {config['vision_cfg']['layers']} layers; "
-                         f"DeAR adapts the last {ADAPTED_LAYERS} and needs some before them")
+    if min(layers, config["text_cfg"].get("layers", 12)) <= ADAPTED_LAYERS:
+        raise InputError(f"--model {model}: DeAR adapts the last {ADAPTED_LAYERS} layers of each tower and needs more")
 
 
 def is_torchscript(path):

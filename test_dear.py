@@ -141,7 +141,7 @@ def test_demo_checkpoint_is_open_clips():
 # ----------------------------------------------------------------------------------------------------- the role mask
 
 def test_role_mask_truth_table():
-    """Two originals, two attribute tokens a and b; rows are queries, columns keys, as METHOD's rule says by hand."""
+    """Two originals, two attribute tokens a and b; rows are queries, columns keys, as the rule says by hand."""
     expected = {"mixed": ["1111", "1111", "1111", "1111"],
                 "a": ["1110", "1110", "1110", "0001"],
                 "b": ["1101", "1101", "0010", "1101"],

@@ -76,7 +76,7 @@ def parse(argv):
     for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    brings_weights = args.model == "demo" or ":" in args.model or Path(args.model).is_dir()
+    brings_weights = args.model == "demo" or Path(args.model).is_dir()
     args.pretrained = args.pretrained or (None if brings_weights else "openai")
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
     args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
