@@ -3,7 +3,7 @@
 Everything follows CoOp and Dassl.pytorch (KaiyangZhou), so that numbers compare: the same split files, the same
 few-shot images item for item, the same halves of the classes. A data set is a row of DATASETS, or a folder:
 
-    data = load("dtd", root="data")                       # Data: classes, train, val, test, template
+    data, template, lambda_reg = load("dtd", root="data") # Data: classes, train, val, test, split
     train, val = few_shot(data.train, data.val, shots=16, seed=1)
     base, novel = halves(data.classes)                    # labels
     for images, labels in batches(select(train, base), transform(clip, train=True), 4, seed=10): ...
@@ -71,8 +71,8 @@ def read_shapes(root, split):
     if split:
         raise InputError(f"--split {split}: the demo's images are rendered and take no split file")
     classes, *parts = shapes.task()
-    return Data(classes, *[[Item(Image.fromarray(image), label) for image, label in part] for part in parts],
-                split="rendered")
+    train, test = [[Item(Image.fromarray(image), label) for image, label in part] for part in parts]
+    return Data(classes, train, [], test, "rendered")
 
 
 def read_dtd(root, split):
@@ -88,26 +88,26 @@ def read_dtd(root, split):
                              f"({error}); unpack robots.ox.ac.uk/~vgg/data/dtd's dtd-r1.0.1.tar.gz in {root}") from None
         folder = places[1]
     file = Path(split) if split else coop_split(folder, "split_zhou_DescribableTextures.json")
-    return read_split(file, folder / "images") if file else seeded_split(folder / "images")
+    if file is None:
+        return seeded_split(folder / "images", 0.5, 0.2, "seeded (not CoOp's)")
+    return read_split(file, folder / "images")
 
 
 def read_own(folder, split):
-    """A folder of class folders, or of train/ and test/ (and perhaps val/) with class folders in each."""
+    """A folder of class folders, or of train/ and test/ (or val/) with class folders in each."""
     if not folder.is_dir():
         raise InputError(f"--dataset {folder}: neither a folder nor one of {', '.join(DATASETS)}")
     if split:
         return read_split(Path(split), folder)
-    if not ((folder / "train").is_dir() and (folder / "test").is_dir()):
-        return seeded_split(folder)
-    parts = {part: class_folders(folder / part) for part in ("train", "val", "test") if (folder / part).is_dir()}
-    classes = list(parts["train"])
-    for part in parts:
-        other = sorted(set(parts[part]) ^ set(classes))
-        if other:
-            raise InputError(f"{folder}: the class {other[0]!r} is in only one of train/ and {part}/")
-    items = {part: [Item(path, classes.index(name)) for name, paths in parts[part].items() for path in paths]
-             for part in parts}
-    return Data(classes, items["train"], items.get("val", []), items["test"], f"the folders {', '.join(parts)}")
+    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    if not (folder / "train").is_dir() or test is None:
+        return seeded_split(folder, 0.5, 0, "a seeded half for training, the other for testing")
+    found = class_folders(folder / "train"), class_folders(test)
+    classes, other = list(found[0]), sorted(found[0].keys() ^ found[1].keys())
+    if other:
+        raise InputError(f"{folder}: the class {other[0]!r} is in only one of train/ and {test.name}/")
+    items = [[Item(path, classes.index(name)) for name, paths in part.items() for path in paths] for part in found]
+    return Data(classes, items[0], [], items[1], f"the folders train and {test.name}")
 
 
 def class_folders(folder):
@@ -115,7 +115,8 @@ def class_folders(folder):
     found = {}
     for place in sorted(folder.iterdir()):
         if place.is_dir() and not place.name.startswith((".", "__")):
-            found[place.name] = sorted(p for p in place.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+            found[place.name] = sorted(path for path in place.rglob("*")
+                                       if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith("."))
     if not found:
         raise InputError(f"{folder} holds no class folders; expected one folder per class with its images inside")
     for name, paths in found.items():
@@ -124,17 +125,17 @@ def class_folders(folder):
     return found
 
 
-def seeded_split(folder):
-    """A 50/20/30 split of our own with seed 1, for class folders that come with none. In CoOp's proportions."""
+def seeded_split(folder, train, val, name):
+    """A split of our own of class folders that come with none: these shares of each class, drawn with seed 1."""
     rng, parts = random.Random(1), ([], [], [])
     found = class_folders(folder)
     for label, paths in enumerate(found.values()):
         rng.shuffle(paths)
-        a, b = round(.5 * len(paths)), round(.7 * len(paths))
+        a, b = round(train * len(paths)), round((train + val) * len(paths))
         for part, chosen in zip(parts, (paths[:a], paths[a:b], paths[b:])):
             part += [Item(path, label) for path in chosen]
-    print(f"{folder} has no split file: using a seeded 50/20/30 split of our own")
-    return Data(list(found), *parts, split="seeded (not CoOp's)")
+    print(f"split: {name}")
+    return Data(list(found), *parts, name)
 
 
 COOP_SPLITS = {                                           # name: sha256, at the pinned commit of a public repository
@@ -165,7 +166,7 @@ def coop_split(folder, name):
 def read_split(file, images):
     """CoOp's split format: {"train": [[path under `images`, label, class name], ...], "val": ..., "test": ...}."""
     try:
-        parts = {part: json.loads(file.read_text())[part] for part in ("train", "val", "test")}
+        parts = {part: json.loads(file.read_text(encoding="utf-8"))[part] for part in ("train", "val", "test")}
         names = {int(label): str(name) for rows in parts.values() for _, label, name in rows}
         items = {part: [Item(images / path, int(label)) for path, label, _ in rows] for part, rows in parts.items()}
     except OSError as error:

@@ -89,11 +89,14 @@ def read_roles(path, clip):
     """
     try:
         file = json.loads(Path(path).read_text())
-        attributes, heads = tuple(file["attributes"]), {name: dict(head) for name, head in file["map"].items()}
+        attributes, heads = list(file["attributes"]), {name: dict(head) for name, head in file["map"].items()}
     except OSError as error:
         raise InputError(f"role map {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
+    taken = ("mixed", "generalization", "expert", "attribute", "class")
+    if attributes != file["attributes"] or len(set(attributes)) < len(attributes) or set(attributes) & set(taken):
+        raise InputError(f"role map {path}: `attributes` must be a list of different names, none of {', '.join(taken)}")
     first = clip.layers - ADAPTED_LAYERS + 1
     expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
     missing, extra = [h for h in expected if h not in heads], [h for h in heads if h not in expected]
@@ -104,7 +107,7 @@ def read_roles(path, clip):
     rows = []
     for name in expected:
         role, attribute = heads[name].get("role"), heads[name].get("attribute")
-        if role not in ("mixed", "generalization", "expert", "attribute"):
+        if role not in taken[:-1]:
             raise InputError(f"role map {path}, {name}: unknown role {role!r}; "
                              "use mixed, generalization, expert or attribute")
         if role == "attribute" and attribute not in attributes:
@@ -115,11 +118,11 @@ def read_roles(path, clip):
         if not visible[..., a].any():
             raise InputError(f"role map {path}: no head may see attribute {attribute!r}; "
                              "give it a head or take it out of `attributes`")
-    return Roles(attributes, visible, file.get("source", str(path)))
+    return Roles(tuple(attributes), visible, f"{path} ({file.get('note', 'no note')})")
 
 
 def role_mask(shown):
-    """The paper's role-based mask as a flex_attention score_mod: query i and key j meet iff both are shown, or neither is.
+    """The role-based mask as a flex_attention score_mod: query i and key j meet iff both are shown, or neither is.
 
     shown: bool `[H, N + A]`, is this token visible to original tokens in this head? (originals always are). What is
     shut out still sees itself and the others shut out, so no row is ever all -inf, and nothing crosses.
@@ -270,9 +273,9 @@ class CLIP(nn.Module):
 def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     """Loads a frozen CLIP by OpenCLIP's names.
 
-    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder with a configuration and weights in OpenCLIP's
-    format, such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's TorchScript
-    archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
+    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder with configuration and weights in OpenCLIP's
+    format, such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
+    TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
     Returns a CLIP with `name`, `pretrained`, `activation_from`, `mean`, `std` and `fingerprint`. Errors: InputError.
     """
@@ -283,10 +286,10 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
             raise InputError(f"--pretrained {pretrained}: {model} brings its own weights; leave it out")
         config, tag, path = read_folder(folder)
     else:
-        config, tag, path = find_pretrained(model.replace("/", "-"), pretrained)
+        config, tag, path = find_pretrained(model, pretrained)
     scripted = path.suffix != ".safetensors" and is_torchscript(path)
     if quick_gelu is not None:
-        activation_from = "as stated"
+        activation_from = "--quick-gelu"
     elif scripted:
         quick_gelu, activation_from = True, "OpenAI's archive"
     elif tag and "quick_gelu" in tag:
@@ -332,19 +335,20 @@ def read_folder(folder):
 
 def find_pretrained(name, pretrained):
     """OpenCLIP's name and a tag or file → configuration, the tag's record ({} for a file), weights file."""
-    config, tag = open_clip.get_model_config(name), open_clip.get_pretrained_cfg(name, pretrained or "")
+    known = name.replace("/", "-")                               # CLIP's own spelling: ViT-B/16
+    config, tag = open_clip.get_model_config(known), open_clip.get_pretrained_cfg(known, pretrained or "")
     if config is None:
         raise InputError(f"--model {name} is neither a folder nor a configuration of OpenCLIP, "
                          "such as ViT-B-16, ViT-B-32, ViT-L-14, ViT-L-14-336")
     check_config(name, config)
     if not tag and not os.path.isfile(pretrained or ""):
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(known)) or "none"
         raise InputError(f"--pretrained {pretrained}: neither a file nor a tag of {name}; its tags: {tags}")
     try:
         return config, tag, Path(open_clip.download_pretrained(tag) if tag else pretrained)
     except Exception as error:
-        raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the weights "
-                         f"here and give --pretrained FILE{' --quick-gelu' * tag.get('quick_gelu', False)}") from None
+        raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the "
+                         "weights here and give --pretrained FILE" + " --quick-gelu" * tag.get("quick_gelu", False)) from None
 
 
 def check_config(model, config):
@@ -603,9 +607,11 @@ def load_checkpoint(path, clip=None, device="cpu"):
     """
     state = read_checkpoint(path)
     clip = clip or load_clip(state["model"], state["pretrained"], state["quick_gelu"], device)
-    if (clip.fingerprint, clip.quick_gelu) != (state["fingerprint"], state["quick_gelu"]):
+    if clip.fingerprint != state["fingerprint"]:
         raise InputError(f"{path} was trained on other weights: {state['model']} {state['pretrained'] or ''} "
                          f"({state['fingerprint']}), not {clip.name} {clip.pretrained or ''} ({clip.fingerprint})")
+    if clip.quick_gelu != state["quick_gelu"]:
+        raise InputError(f"{path} was trained with {'QuickGELU' if state['quick_gelu'] else 'GELU'}; load CLIP so too")
     roles = Roles(tuple(state["attributes"]), state["visible"], state["roles"])
     model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])
     model.load_trained(state["trained"])

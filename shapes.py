@@ -176,12 +176,12 @@ def hue_rotation(degrees):
 
 # ---------------------------------------------------------------------------------------------------- downstream task
 
-def task(train=16, val=4, test=20, seed=7, world=TASK):
+def task(train=16, test=20, seed=7):
     """The downstream task: 48 compositions of texture, color and object, in another world than the pretraining's.
 
     24 base classes, then 24 novel ones; in either half each color, texture and object occurs equally often, and no
-    composition occurs twice. Returns the class names, and for train, val and test (numbers: images per class) a list
-    of (uint8 array `[SIZE, SIZE, 3]`, label).
+    composition occurs twice. Returns the class names, and for train and test (numbers: images per class) a list of
+    (uint8 array `[SIZE, SIZE, 3]`, label).
     """
     rng, classes = random.Random(seed), []
     counts = [len(FACTORS[factor]) for factor in ("texture", "color", "object")]
@@ -191,13 +191,13 @@ def task(train=16, val=4, test=20, seed=7, world=TASK):
             classes += half
     names = [f"{FACTORS['texture'][t]} {FACTORS['color'][c]} {FACTORS['object'][o]}" for t, c, o in classes]
     parts = []
-    for number, per_class in enumerate((train, val, test)):
+    for number, per_class in ((0, train), (2, test)):
         generator = torch.Generator().manual_seed(10 * seed + number)
         labels = torch.arange(48).repeat_interleave(per_class)
         texture, color, thing = torch.tensor(classes)[labels].unbind(dim=1)
         shape, location = [torch.randint(len(FACTORS[factor]), labels.shape, generator=generator)
                            for factor in ("shape", "location")]
-        images = render(torch.stack([color, texture, thing, shape, location], dim=1), generator, world)
+        images = render(torch.stack([color, texture, thing, shape, location], dim=1), generator, TASK)
         parts.append(list(zip(rearrange(images, "b c y x -> b y x c").numpy(), labels.tolist())))
     return names, *parts
 
@@ -264,7 +264,7 @@ def normalize(images):
 
 
 def pretrain(folder, steps=3000, seed=0):
-    """Trains the small CLIP; every 250 steps writes it to folder/ in OpenCLIP's format, in half precision."""
+    """Trains the small CLIP and writes it to folder/ in OpenCLIP's format and half precision, saving as it goes."""
     import open_clip                                      # not needed to render
     from safetensors.torch import save_file
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -277,6 +277,7 @@ def pretrain(folder, steps=3000, seed=0):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 200, .5 + .5 * math.cos(math.pi * step / steps)))
     folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "open_clip_model.safetensors.tmp"     # takes the weights' place at the end
     started = time.time()
     for step in range(1, steps + 1):
         labels, told, captions = batch(rng)
@@ -294,10 +295,9 @@ def pretrain(folder, steps=3000, seed=0):
         if step % 250 == 0 or step == steps:
             found = accuracy(model, tokenizer)
             print("   ", "  ".join(f"{name} {value:.1f} %" for name, value in found.items()), flush=True)
-            part = folder / "open_clip_model.safetensors.tmp"
             save_file({key: value.half().contiguous() for key, value in model.state_dict().items()}, part)
-            os.replace(part, folder / "open_clip_model.safetensors")
-            (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIG}, indent=1))
+    os.replace(part, folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIG}, indent=1))
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def test_every_kind_of_weights_file(tmp_path, monkeypatch, images):
 
 
 def test_demo_checkpoint_is_open_clips():
-    theirs, ours = open_clip.create_model("local-dir:demo").eval(), dear.load_clip("demo")
+    theirs, ours = open_clip.create_model(f"local-dir:{dear.DEMO}").eval(), dear.load_clip("demo")
     images = shapes.normalize(shapes.render(torch.zeros(2, 5, dtype=torch.long), torch.Generator().manual_seed(0)))
     with torch.no_grad():
         torch.testing.assert_close(ours.encode_image(images), theirs.encode_image(images), atol=1e-5, rtol=1e-5)
@@ -239,7 +239,9 @@ def test_published_roles_and_role_files(tmp_path, clips):
             (dict(map={**heads, "L8 H0": {"role": "mixed"}}), "a role for L8 H0"),
             (dict(map={**heads, "L11 H1": {"role": "boss"}}), "L11 H1: unknown role 'boss'"),
             (dict(map={**heads, "L11 H1": {"role": "attribute", "attribute": "age"}}), "L11 H1: attribute 'age'"),
-            (dict(map={k: {"role": "expert"} for k in heads}), "no head may see attribute 'size'")]:
+            (dict(map={k: {"role": "expert"} for k in heads}), "no head may see attribute 'size'"),
+            (dict(attributes="size"), "a list of different names"), (dict(attributes=["size", "size"]), "a list of"),
+            (dict(map=["L9 H0"]), "not a JSON role map")]:
         with pytest.raises(dear.InputError, match=message):
             read(**changes)
 
@@ -337,12 +339,13 @@ def test_own_folder(tmp_path):
     (tmp_path / "flat" / ".cache").mkdir()
     flat, template, _ = data.load(str(tmp_path / "flat"))
     assert flat.classes == ["boat", "red_car"] and template == "a photo of a {}."
-    assert [len(part) for part in (flat.train, flat.val, flat.test)] == [10, 4, 6] and "seeded" in flat.split
+    assert [len(part) for part in (flat.train, flat.val, flat.test)] == [10, 0, 10] and "seeded" in flat.split
     assert len({item.image for item in flat.train + flat.val + flat.test}) == 20
     assert data.load(str(tmp_path / "flat"))[0] == flat
 
     picture(tmp_path / "parted" / "train" / "cat" / "deep" / "1.jpg")
     picture(tmp_path / "parted" / "test" / "cat" / "2.jpg")
+    (tmp_path / "parted" / "test" / "cat" / "._2.jpg").write_text("what macOS leaves behind")
     parted = data.load(str(tmp_path / "parted"))[0]
     assert [(item.image.name, item.label) for item in parted.train + parted.test] == [("1.jpg", 0), ("2.jpg", 0)]
     picture(tmp_path / "parted" / "test" / "dog" / "3.jpg")
@@ -386,13 +389,13 @@ def test_augmentation_depends_on_seed_and_image_alone():
 # --------------------------------------------------------------------------------------------------------------- demo
 
 def test_the_demo_task_is_balanced_and_drawn_from_its_seed():
-    names, *parts = shapes.task(train=2, val=1, test=1)
-    assert len(set(names)) == 48 and [len(part) for part in parts] == [96, 48, 48]
+    names, *parts = shapes.task(train=2, test=1)
+    assert len(set(names)) == 48 and [len(part) for part in parts] == [96, 48]
     for half in (names[:24], names[24:]):
         for position, factor in enumerate(("texture", "color", "object")):
             words = [name.split()[position] for name in half]
             assert {words.count(value) for value in shapes.FACTORS[factor]} == {24 // len(shapes.FACTORS[factor])}
-    again = shapes.task(train=2, val=1, test=1)[1]
+    again = shapes.task(train=2, test=1)[1]
     assert all((a == b).all() and k == l for (a, k), (b, l) in zip(parts[0], again))
 
 
@@ -413,25 +416,39 @@ def test_training_lowers_the_loss_and_writes_its_results(tmp_path, capsys):
     assert sum(results["alpha"].values()) == pytest.approx(1)
     assert results["config"]["quick_gelu"] is False and results["split"] == "rendered"
 
-    train.main(["--output-dir", str(tmp_path / "a"), "--eval-only", "--shots", "2"])
-    assert json.loads((tmp_path / "a" / "results.json").read_text())["DeAR"] == results["DeAR"]
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a", "--eval-only"]])
+    again = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert (again["DeAR"], again["runs"]) == (results["DeAR"], results["runs"])
 
-    saved = (tmp_path / "a" / "seed1.pt").read_bytes()
-    assert run(*demo, "--output-dir", tmp_path / "a", "--lr", 1) == 2                       # not over another run
-    assert (tmp_path / "a" / "seed1.pt").read_bytes() == saved
+
+def test_an_interrupted_sweep_resumes_to_the_last_digit(tmp_path, monkeypatch):
+    demo = ["--shots", 2, "--epochs", 3, "--batch-size", 8, "--seeds", 1, 2]
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a"]])
+    write = dear.write
 
     def interrupted(path, state):
         write(path, state)
-        if state.get("epoch") == 1:
+        if state["settings"]["seed"] == 2 and state.get("epoch") == 2:
             raise KeyboardInterrupt
-    write, dear.write = dear.write, interrupted
+    monkeypatch.setattr(dear, "write", interrupted)
     assert run(*demo, "--output-dir", tmp_path / "b") == 130
-    dear.write = write
-    assert run(*demo, "--output-dir", tmp_path / "b", "--resume", "--lr", 1) == 2          # another run's state
+    monkeypatch.setattr(dear, "write", write)
     train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "b", "--resume"]])
-    resumed = json.loads((tmp_path / "b" / "results.json").read_text())
-    assert resumed["runs"][0]["branches"] == results["runs"][0]["branches"]                 # to the last digit
-    assert resumed["alpha"] == results["alpha"]
+    one, other = [json.loads((tmp_path / folder / "results.json").read_text())["runs"] for folder in "ab"]
+    for run_a, run_b in zip(one, other, strict=True):
+        assert all(run_a[key] == run_b[key] for key in ("seed", "branches", "alpha", "losses"))
+
+
+def test_no_run_is_written_over_another(tmp_path, capsys):
+    demo = ["--shots", 1, "--epochs", 1, "--output-dir", tmp_path]
+    train.main([str(flag) for flag in [*demo, "--seeds", 1, 2]])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for flags, message in [(["--lr", 1, "--seeds", 1, 2], "lr 0.005, not 1.0"), (["--lr", 1, "--seeds", 3], "lr 0.005"),
+                           (["--seeds", 3], "also holds seed 1"), (["--roles", "mixed"], "made with roles"),
+                           (["--eval-only", "--beta", 0], "made with beta 0.9, not 0.0")]:
+        assert run(*demo, *flags) == 2
+        assert message in capsys.readouterr().err
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):

@@ -9,16 +9,17 @@ The protocol is CoOp's base-to-novel: trained on the first half of the classes, 
 names as candidates. What is reported is the last step; nothing is chosen by test accuracy.
 """
 import argparse
+import hashlib
 import json
 import math
 import os
 import platform
-import reprlib
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def parse(argv):
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
     add("--template", help="the prompt, with {} for the class name; default: CoOp's for the data set")
     add("--shots", type=number(int, 1), default=16, help="images per class")
-    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", default=[1], help="one run each, for mean and std")
+    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", help="one run each, for mean and std; default: 1")
     # The frozen CLIP
     add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16; demo for shapes")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
@@ -68,7 +69,7 @@ def parse(argv):
     add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
     add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
     add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
-    add("--eval-only", action="store_true", help="test the checkpoints in --output-dir")
+    add("--eval-only", action="store_true", help="test the checkpoints in --output-dir, trained with these flags")
     args = parser.parse_args(argv)
 
     cuda = args.device.startswith("cuda")
@@ -80,6 +81,8 @@ def parse(argv):
     args.pretrained = args.pretrained or (None if brings_weights else "openai")
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
     args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
+    trained = [int(file.stem[4:]) for file in args.output_dir.glob("seed*.pt") if file.stem[4:].isdecimal()]
+    args.seeds = sorted(set(args.seeds or (args.eval_only and trained) or [1]))
     return parser, args
 
 
@@ -140,17 +143,16 @@ def make_losses(args, model, prompts):
 def train(args, model, losses, items, settings, partial):
     """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
 
-    Returns the last epoch's mean of each loss term. Errors: FloatingPointError where the loss is not finite.
+    Returns the last epoch's mean of each loss term, and seconds. Errors: FloatingPointError where a loss is not finite.
     """
-    seed, first = settings["seed"], 0
+    seed, first, began = settings["seed"], 0, time.time()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
     augment = data.transform(model.clip, train=True)
     if args.resume and partial.exists():
         state = dear.read_checkpoint(partial)
-        check_settings(partial, state["settings"], settings)
         model.load_trained(state["trained"])
         optimizer.load_state_dict(state["optimizer"])
-        first, means = state["epoch"], state["losses"]
+        first, means, began = state["epoch"], state["losses"], began - state["seconds"]
 
     for epoch in range(first, args.epochs):
         lr = optimizer.param_groups[0]["lr"] = learning_rate(epoch, args.epochs, args.lr)
@@ -172,17 +174,9 @@ def train(args, model, losses, items, settings, partial):
         print(f"seed {seed}  epoch {epoch + 1:2}/{args.epochs}  lr {lr:.1e}  "
               + "  ".join(f"{name} {value:.4f}" for name, value in means.items())
               + f"  α_cls {model.alpha[0]:.3f}  {time.time() - started:.1f} s", flush=True)
-        dear.save_checkpoint(partial, model, settings=settings, losses=means, epoch=epoch + 1,
-                             optimizer=optimizer.state_dict())
-    return means
-
-
-def check_settings(file, saved, settings):
-    """Refuses to mix two runs, or to write one over another: `file` must come from these very settings."""
-    for key in settings:
-        if saved.get(key) != settings[key]:
-            was, now = reprlib.repr(saved.get(key)), reprlib.repr(settings[key])
-            raise data.InputError(f"{file} was made with {key} {was}, not {now}: give another --output-dir, or move it")
+        dear.save_checkpoint(partial, model, settings=settings, losses=means, seconds=time.time() - began,
+                             epoch=epoch + 1, optimizer=optimizer.state_dict())
+    return means, time.time() - began
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -200,7 +194,8 @@ def accuracy(args, clip, items, logits):
 
 def zero_shot(args, model, prompts):
     """Frozen CLIP's logits, on the same prompts."""
-    f_text0 = model.frozen_text(prompts)
+    with autocast(args):
+        f_text0 = model.frozen_text(prompts)
 
     def logits(images):
         with autocast(args):
@@ -211,7 +206,7 @@ def zero_shot(args, model, prompts):
 
 def adapted(args, model, prompts):
     """DeAR's logits: fused (what is reported), and those of the class feature and of the attribute features alone."""
-    with torch.no_grad():
+    with torch.no_grad(), autocast(args):
         f_text, alpha, tau = model.adapted_text(prompts), model.alpha, model.clip.tau
     alone = alpha * (torch.arange(len(alpha), device=alpha.device) > 0)
 
@@ -229,10 +224,45 @@ def harmonic_mean(base, novel):
 
 # --------------------------------------------------------------------------------------------------------------- runs
 
-def record(args):
-    """The settings that make a run what it is: all flags but those that say where and how it is run."""
-    elsewhere = {"data_root", "device", "workers", "output_dir", "resume", "eval_only", "seeds", "compile"}
-    return {key: value for key, value in vars(args).items() if key not in elsewhere}
+FLAGS = ("template", "shots", "text_tokens", "beta", "alpha_cls", "lambda_reg", "lambda_fusion", "epochs", "batch_size",
+         "lr", "weight_decay", "precision")
+
+
+def what_decides(args, dataset, model):
+    """What a run's numbers follow from, to tell two runs apart: flags, and fingerprints of data, weights and roles."""
+    def digest(value):
+        return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+    images = [(item.image.parts[-2:] if isinstance(item.image, Path) else "", item.label)
+              for item in dataset.train + dataset.test]
+    return {**{flag: getattr(args, flag) for flag in FLAGS}, "quick_gelu": model.clip.quick_gelu,
+            "data": digest((dataset.classes, images)), "weights": model.clip.fingerprint,
+            "roles": digest((model.roles.attributes, model.roles.visible.tolist()))}
+
+
+def check_earlier(args, settings):
+    """Refuses to mix two runs, or to write one over another: what the output folder holds must be of these settings."""
+    for seed in args.seeds:
+        for file in (args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"):
+            if file.exists():
+                same(file, dear.read_checkpoint(file).get("settings", {}), {**settings, "seed": seed})
+    file = args.output_dir / "results.json"
+    if file.exists():
+        try:
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+            earlier, others = earlier["settings"], {run["seed"] for run in earlier["runs"]} - set(args.seeds)
+        except (ValueError, KeyError, TypeError):
+            raise data.InputError(f"{file} is not a result of this program: move it, or give another --output-dir") from None
+        same(file, earlier, settings)
+        if others:
+            raise data.InputError(f"{file} also holds seed {min(others)}: name all its seeds (--resume tests again what "
+                                  "is trained), or give another --output-dir")
+
+
+def same(file, earlier, settings):
+    for key in settings:
+        if earlier.get(key) != settings[key]:
+            raise data.InputError(f"{file} was made with {key} {earlier.get(key)}, not {settings[key]}: "
+                                  "give another --output-dir, or move it away")
 
 
 def choose_roles(args, clip):
@@ -247,10 +277,6 @@ def choose_roles(args, clip):
 
 def run(args):
     """One command: zero-shot CLIP, then for each seed few-shot training and testing, the table, results.json."""
-    finals = {seed: args.output_dir / f"seed{seed}.pt" for seed in args.seeds}
-    if args.eval_only:                                    # the settings are the checkpoint's, not the command's
-        saved = dear.read_checkpoint(finals[args.seeds[0]])["settings"]
-        vars(args).update({key: saved[key] for key in record(args)})
     dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
     if len(dataset.classes) < 4:
         raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
@@ -258,80 +284,82 @@ def run(args):
     if args.template.count("{}") != 1 or args.template.count("{") != 1:
         raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
     args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
-    if args.eval_only:
-        model, _ = dear.load_checkpoint(finals[args.seeds[0]], device=args.device)
-        clip = model.clip
-    else:
-        clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
-        args.quick_gelu = clip.quick_gelu
-        model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
-    settings = {**record(args), "weights": clip.fingerprint, "visible": model.roles.visible.tolist()}
-    for seed, final in finals.items():
-        if final.exists():
-            check_settings(final, dear.read_checkpoint(final)["settings"], {**settings, "seed": seed})
+    clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
+    model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
+    settings = what_decides(args, dataset, model)
+    check_earlier(args, settings)
     halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
     names = {half: [dataset.classes[label] for label in labels] for half, labels in halves.items()}
     texts = {half: [args.template.format(name.replace("_", " ")) for name in names[half]] for half in halves}
     prompts = {half: model.prompts(dear.tokenize(clip, texts[half])) for half in halves}
     test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
+    shots = {seed: data.select(data.few_shot(dataset.train, dataset.val, args.shots, seed)[0], halves["base"])
+             for seed in args.seeds}
+    per_class = Counter(item.label for item in shots[args.seeds[0]]).values()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
-          f"{len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
-          f"model     {clip.name} {clip.pretrained or ''}, {'QuickGELU' if clip.quick_gelu else 'GELU'} "
-          f"({clip.activation_from}), {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"{sum(per_class)} training images ({min(per_class)} to {max(per_class)} a class), {len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
+          f"model     {clip.name}{f' {clip.pretrained}' if clip.pretrained else ''}, "
+          f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from}), {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
           f"prompt    {texts['base'][0]!r}\n"
           f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items())}", flush=True)
 
-    clip_row = {half: accuracy(args, clip, test[half], zero_shot(args, model, prompts[half]))["CLIP"] for half in halves}
+    clip_row = {half: accuracy(args, clip, test[half], zero_shot(args, model, prompts[half]))["CLIP"]
+                for half in halves}
     print(f"zero-shot CLIP: base {clip_row['base']:.2f}, novel {clip_row['novel']:.2f}", flush=True)
     losses, runs = make_losses(args, model, prompts["base"]), []
-    for seed, final in finals.items():
-        partial, settings["seed"], started = final.with_suffix(".part.pt"), seed, time.time()
+    for seed in args.seeds:
+        final, partial = args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"
         if args.eval_only or (args.resume and final.exists()):
-            model, saved = dear.load_checkpoint(final, clip)
-            means = saved["losses"]
+            saved = dear.read_checkpoint(final)
+            model.load_trained(saved["trained"])
+            means, seconds = saved["losses"], saved["seconds"]
         else:
             model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
-            shots, _ = data.few_shot(dataset.train, dataset.val, args.shots, seed)
-            means = train(args, model, losses, data.select(shots, halves["base"]), settings, partial)
-            dear.save_checkpoint(final, model, classes=names["base"], settings=settings, losses=means)
+            means, seconds = train(args, model, losses, shots[seed], {**settings, "seed": seed}, partial)
+            dear.save_checkpoint(final, model, settings={**settings, "seed": seed}, classes=names["base"],
+                                 template=args.template, losses=means, seconds=seconds)
             partial.unlink()
-        seconds = time.time() - started
         branches = {half: accuracy(args, clip, test[half], adapted(args, model, prompts[half])) for half in halves}
         runs.append({"seed": seed, **{half: branches[half]["fused"] for half in halves}, "branches": branches,
                      "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "losses": means,
                      "seconds": round(seconds, 2), "checkpoint": str(final)})
-    report(args, dataset, model, clip_row, runs)
+    report(args, dataset, model, settings, clip_row, runs)
 
 
-def report(args, dataset, model, clip_row, runs):
+def report(args, dataset, model, settings, clip_row, runs):
     """Prints the table and writes results.json."""
-    columns = {half: [r[half] for r in runs] for half in ("base", "novel")}
+    halves = ("base", "novel")
+    columns = {half: [r[half] for r in runs] for half in halves}
     columns["HM"] = [harmonic_mean(*pair) for pair in zip(columns["base"], columns["novel"])]
-    mean = {half: statistics.mean(columns[half]) for half in ("base", "novel")}
+    mean = {half: statistics.mean(columns[half]) for half in halves}
     mean["HM"] = harmonic_mean(mean["base"], mean["novel"])                            # of the means, as the field does
     clip_row = {**clip_row, "HM": harmonic_mean(clip_row["base"], clip_row["novel"])}
     std = {name: statistics.stdev(values) for name, values in columns.items()} if len(runs) > 1 else None
     alpha = {name: statistics.mean(r["alpha"][name] for r in runs) for name in runs[0]["alpha"]}
 
     name, seeds = Path(args.dataset).name, ",".join(str(r["seed"]) for r in runs)
-    width = max(len(name), 8)
-    row = lambda label, shots, seeds, cells: print(
-        f"{label:{width}} {shots:>6}  {seeds:>8} | " + " ".join(f"{cell:>6}" for cell in cells))
+    wide, wide_seeds = max(len(name), len("  attributes")), max(len(seeds), len("seeds"))
+
+    def row(label, cells, shots="", seeds=""):
+        print(f"{label:{wide}} {shots:>6}  {seeds:>{wide_seeds}} | " + " ".join(f"{cell:>6}" for cell in cells))
     print()
-    row(name, "shots", "seeds", ("base", "novel", "HM"))
-    row("CLIP", "", "", (f"{clip_row[c]:.2f}" for c in mean))
-    row("DeAR", args.shots, seeds, (f"{mean[c]:.2f}" for c in mean))
+    row(name, mean, "shots", "seeds")
+    row("CLIP", (f"{clip_row[column]:.2f}" for column in mean))
+    row("DeAR", (f"{mean[column]:.2f}" for column in mean), args.shots, seeds)
     if std:
-        row("  ± std", "", "", (f"{std[c]:.2f}" for c in mean))
+        row("  ± std", (f"{std[column]:.2f}" for column in mean))
+    for branch in ("class", "attributes"):                # the class feature alone, the attribute features alone
+        row(f"  {branch}", (f"{statistics.mean(r['branches'][half][branch] for r in runs):.2f}" for half in halves))
     print("\nα  " + "  ".join(f"{name} {value:.3f}" for name, value in alpha.items()))
 
     cuda = args.device.startswith("cuda")
     results = {
-        "config": {**vars(args), "output_dir": str(args.output_dir)}, "split": dataset.split, "roles": model.roles.source,
-        "weights": model.clip.fingerprint, "zero_shot": clip_row, "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
+        "config": {**vars(args), "output_dir": str(args.output_dir), "quick_gelu": model.clip.quick_gelu},
+        "settings": settings, "split": dataset.split, "roles": model.roles.source,
+        "zero_shot": clip_row, "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": commit()},
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
         "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if cuda
@@ -340,7 +368,7 @@ def report(args, dataset, model, clip_row, runs):
     }
     file = args.output_dir / "results.json"
     part = file.with_suffix(".tmp")
-    part.write_text(json.dumps(results, indent=1, ensure_ascii=False))
+    part.write_text(json.dumps(results, indent=1))
     os.replace(part, file)
     print(f"\ncheckpoint{'s' if len(runs) > 1 else ''}  {' '.join(r['checkpoint'] for r in runs)}\nresults     {file}")
 
@@ -348,11 +376,15 @@ def report(args, dataset, model, clip_row, runs):
 def commit():
     """This code's git commit, marked where files were changed since; None outside a repository."""
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
-    answer = subprocess.run(git, capture_output=True, text=True)
-    return answer.stdout.strip() or None
+    try:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except OSError:                                       # no git on this machine
+        return None
 
 
 def main(argv=None):
+    for stream in (sys.stdout, sys.stderr):               # a terminal that cannot show α shows \\u03b1
+        stream.reconfigure(errors="backslashreplace")
     parser, args = parse(argv)
     try:
         run(args)
