@@ -273,8 +273,8 @@ class CLIP(nn.Module):
 def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     """Loads a frozen CLIP by OpenCLIP's names.
 
-    model: a configuration of OpenCLIP ("ViT-B-16", "ViT-L/14"), or a folder with configuration and weights in OpenCLIP's
-    format, such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
+    model: a configuration of OpenCLIP ("ViT-B-16"), or a folder with configuration and weights in OpenCLIP's format,
+    such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
     Returns a CLIP with `name`, `pretrained`, `activation_from`, `mean`, `std` and `fingerprint`. Errors: InputError.
@@ -347,8 +347,9 @@ def find_pretrained(name, pretrained):
     try:
         return config, tag, Path(open_clip.download_pretrained(tag) if tag else pretrained)
     except Exception as error:
+        option = "--pretrained FILE --quick-gelu" if tag.get("quick_gelu") else "--pretrained FILE"
         raise InputError(f"cannot download {name} {pretrained} ({first_line(error)}); without a network, copy the "
-                         "weights here and give --pretrained FILE" + " --quick-gelu" * tag.get("quick_gelu", False)) from None
+                         f"weights here and give {option}") from None
 
 
 def check_config(model, config):

@@ -251,11 +251,11 @@ def check_earlier(args, settings):
             earlier = json.loads(file.read_text(encoding="utf-8"))
             earlier, others = earlier["settings"], {run["seed"] for run in earlier["runs"]} - set(args.seeds)
         except (ValueError, KeyError, TypeError):
-            raise data.InputError(f"{file} is not a result of this program: move it, or give another --output-dir") from None
+            raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
         same(file, earlier, settings)
         if others:
-            raise data.InputError(f"{file} also holds seed {min(others)}: name all its seeds (--resume tests again what "
-                                  "is trained), or give another --output-dir")
+            raise data.InputError(f"{file} also holds seed {min(others)}: name all its seeds (--resume tests again "
+                                  "what is trained), or give another --output-dir")
 
 
 def same(file, earlier, settings):
@@ -289,18 +289,20 @@ def run(args):
     settings = what_decides(args, dataset, model)
     check_earlier(args, settings)
     halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
-    names = {half: [dataset.classes[label] for label in labels] for half, labels in halves.items()}
-    texts = {half: [args.template.format(name.replace("_", " ")) for name in names[half]] for half in halves}
+    names = {half: [dataset.classes[label].replace("_", " ") for label in halves[half]] for half in halves}
+    texts = {half: [args.template.format(name) for name in names[half]] for half in halves}
     prompts = {half: model.prompts(dear.tokenize(clip, texts[half])) for half in halves}
     test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
     shots = {seed: data.select(data.few_shot(dataset.train, dataset.val, args.shots, seed)[0], halves["base"])
              for seed in args.seeds}
     per_class = Counter(item.label for item in shots[args.seeds[0]]).values()
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    activation = f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from})"
     print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
-          f"{sum(per_class)} training images ({min(per_class)} to {max(per_class)} a class), {len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
-          f"model     {clip.name}{f' {clip.pretrained}' if clip.pretrained else ''}, "
-          f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from}), {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"{sum(per_class)} training images ({min(per_class)} to {max(per_class)} a class), "
+          f"{len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
+          f"model     {' '.join(filter(None, (clip.name, clip.pretrained)))}, {activation}, "
+          f"{sum(p.numel() for p in model.parameters()):,} parameters, "
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
           f"prompt    {texts['base'][0]!r}\n"
