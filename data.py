@@ -14,6 +14,7 @@ import math
 import os
 import random
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -167,18 +168,27 @@ def read_split(file, images):
     """CoOp's split format: {"train": [[path under `images`, label, class name], ...], "val": ..., "test": ...}."""
     try:
         parts = {part: json.loads(file.read_text(encoding="utf-8"))[part] for part in ("train", "val", "test")}
-        names = {int(label): str(name) for rows in parts.values() for _, label, name in rows}
-        items = {part: [Item(images / path, int(label)) for path, label, _ in rows] for part, rows in parts.items()}
+        names, items = {}, {part: [] for part in parts}
+        for part, rows in parts.items():
+            for path, label, name in rows:
+                if type(label) is not int or names.setdefault(label, str(name)) != str(name):
+                    raise ValueError(f"{path} has the label {label} and the class {name}")
+                items[part].append(Item(images / path, label))
     except OSError as error:
         raise InputError(f"split file {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"split file {file} is not in CoOp's format ({type(error).__name__}: {error})") from None
     if sorted(names) != list(range(len(names))):
         raise InputError(f"split file {file}: labels must run from 0 without gaps, found {sorted(names)[:5]} ...")
-    present = set(images.rglob("*"))                      # one walk: thousands of `exists` are slow on a network disk
-    missing = [item.image for part in items.values() for item in part if item.image not in present]
+    paths = [item.image for part in items.values() for item in part]
+    if len(set(paths)) < len(paths):
+        raise InputError(f"split file {file} names {Counter(paths).most_common(1)[0][0]} more than once")
+    # one listing per folder: thousands of `exists` are slow on a network disk
+    present = {folder / name for folder in {path.parent for path in paths} if folder.is_dir()
+               for name in os.listdir(folder)}
+    missing = [path for path in paths if path not in present]
     if missing:
-        raise InputError(f"{len(missing)} of the {sum(map(len, items.values()))} images that {file} names are missing, "
+        raise InputError(f"{len(missing)} of the {len(paths)} images that {file} names are missing, "
                          f"such as {', '.join(map(str, missing[:3]))}; looked in {images}")
     return Data([names[label] for label in sorted(names)], items["train"], items["val"], items["test"], file.name)
 
@@ -211,6 +221,11 @@ def halves(classes):
     return list(range(m)), list(range(m, len(classes)))
 
 
+def prompts(template, classes):
+    """The texts that name the classes: {} in the template becomes the name, as CoOp writes it."""
+    return [template.replace("{}", name.replace("_", " ")) for name in classes]
+
+
 def select(items, labels):
     """The items of `labels`, renumbered from 0 in that order."""
     new = {label: i for i, label in enumerate(labels)}
@@ -225,7 +240,7 @@ def transform(clip, train):
     if train:
         crop = [v2.RandomResizedCrop(size, scale=(0.5, 1), interpolation=bicubic), v2.RandomHorizontalFlip()]
     else:
-        crop = [v2.Resize(size, interpolation=bicubic), v2.CenterCrop(size)]
+        crop = [v2.Resize((size, size) if clip.squash else size, interpolation=bicubic), v2.CenterCrop(size)]
     return v2.Compose([*crop, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(clip.mean, clip.std)])
 
 
@@ -241,9 +256,12 @@ class Images(torch.utils.data.Dataset):
         image, label = self.items[i]
         if not isinstance(image, Image.Image):
             try:
-                image = Image.open(image).convert("RGB")
+                image = Image.open(image)
+                if image.mode[0] in "IF":                 # 16 bits and more: converted, Pillow would cut them off at 255
+                    raise ValueError(f"mode {image.mode}: convert it to 8 bits a channel")
+                image = image.convert("RGB")
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-                raise InputError(f"{self.items[i].image} is not a readable image ({error})") from None
+                raise InputError(f"{str(self.items[i].image)!r} is not a readable image ({error})") from None
         with torch.random.fork_rng(devices=[]):           # torchvision's transforms draw from the global generator only
             torch.manual_seed(self.seed * 10**7 + i)
             return self.transform(image), label

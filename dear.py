@@ -20,6 +20,7 @@ The paper counts layers from 1 and heads from 0; `resblocks[0]` is layer 1. J is
 Mask polarity: True means "may attend" everywhere in this file, as in `scaled_dot_product_attention`.
 """
 import hashlib
+import io
 import json
 import os
 import warnings
@@ -95,7 +96,8 @@ def read_roles(path, clip):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
     taken = ("mixed", "generalization", "expert", "attribute", "class")
-    if attributes != file["attributes"] or len(set(attributes)) < len(attributes) or set(attributes) & set(taken):
+    if (attributes != file["attributes"] or not all(isinstance(name, str) for name in attributes)
+            or len(set(attributes)) < len(attributes) or set(attributes) & set(taken)):
         raise InputError(f"role map {path}: `attributes` must be a list of different names, none of {', '.join(taken)}")
     first = clip.layers - ADAPTED_LAYERS + 1
     expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
@@ -157,6 +159,8 @@ causal = partial(F.scaled_dot_product_attention, is_causal=True)
 class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
+        if width % heads:
+            raise ValueError(f"{heads} heads do not divide a width of {width}")
         self.heads = heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
@@ -277,7 +281,8 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
-    Returns a CLIP with `name`, `pretrained`, `activation_from`, `mean`, `std` and `fingerprint`. Errors: InputError.
+    Returns a CLIP with `name`, `pretrained`, `activation_from`, its preprocessing (`mean`, `std`, `squash`) and
+    `fingerprint`. Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
     folder = DEMO if model == "demo" else Path(model)
@@ -296,21 +301,31 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
         quick_gelu, activation_from = tag["quick_gelu"], f"the tag {pretrained}"
     else:
         quick_gelu, activation_from = config.get("quick_gelu", False), f"the configuration {model}"
-    with torch.device("meta"):
-        clip = CLIP(config, quick_gelu)
+    try:
+        with torch.device("meta"):
+            clip = CLIP(config, quick_gelu)
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise InputError(f"--model {model}: its configuration makes no CLIP ({first_line(error)})") from None
+    if min(clip.layers, len(clip.transformer.resblocks)) <= ADAPTED_LAYERS:
+        raise InputError(f"--model {model}: DeAR adapts the last {ADAPTED_LAYERS} layers of each tower and needs more")
     clip.load_state_dict(read_weights(path, scripted, clip), assign=True)
     clip.name, clip.pretrained, clip.activation_from = model, pretrained, activation_from
-    clip.mean = tag.get("mean", open_clip.OPENAI_DATASET_MEAN)   # a few LAION tags were trained with other statistics
-    clip.std = tag.get("std", open_clip.OPENAI_DATASET_STD)
+    clip.mean = tuple(tag.get("mean") or open_clip.OPENAI_DATASET_MEAN)                # a few LAION tags have others
+    clip.std = tuple(tag.get("std") or open_clip.OPENAI_DATASET_STD)
+    mode, interpolation = tag.get("resize_mode", "shortest"), tag.get("interpolation", "bicubic")
+    clip.squash = mode == "squash"                               # DFN's ViT-H-14: resized without regard to aspect
+    if (len(clip.mean), len(clip.std), interpolation) != (3, 3, "bicubic") or mode not in ("shortest", "squash"):
+        raise InputError(f"--model {model}: this preprocessing is not supported: {tag}")
     clip.fingerprint = fingerprint(clip)
     return clip.requires_grad_(False).eval().to(device)
 
 
 def fingerprint(clip):
-    """Twelve hex digits that tell one checkpoint from another: of its projections and its scale."""
-    digest = hashlib.sha256()
-    for tensor in (clip.visual.proj, clip.text_projection, clip.logit_scale):
-        digest.update(tensor.detach().numpy().tobytes())
+    """Twelve hex digits that tell one checkpoint from another: of all its weights and its preprocessing."""
+    digest = hashlib.sha256(repr((clip.mean, clip.std, clip.squash)).encode())
+    for name, tensor in sorted(clip.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.numpy())
     return digest.hexdigest()[:12]
 
 
@@ -326,7 +341,7 @@ def read_folder(folder):
         raise InputError(f"{folder} holds neither {' nor '.join(names)}")
     try:
         file = json.loads((folder / "open_clip_config.json").read_text())
-        config, preprocess = file["model_cfg"], file.get("preprocess_cfg", {})
+        config, preprocess = file["model_cfg"], dict(file.get("preprocess_cfg") or {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}/open_clip_config.json is not an OpenCLIP configuration ({error!r})") from None
     check_config(folder, config)
@@ -357,24 +372,27 @@ def check_config(model, config):
     known = {"": {"embed_dim", "quick_gelu", "vision_cfg", "text_cfg"},
              "vision_cfg": {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"},
              "text_cfg": {"layers", "width", "heads", "mlp_ratio", "context_length", "vocab_size"}}
-    missing = {"embed_dim", "vision_cfg", "text_cfg"} - config.keys()
-    if missing:
-        raise InputError(f"--model {model}: its configuration lacks {', '.join(sorted(missing))}")
+    if not isinstance(config, dict) or not all(isinstance(config.get(part), dict) for part in known if part):
+        raise InputError(f"--model {model}: its configuration has no vision_cfg or no text_cfg")
     other = [f"{part}.{key}" if part else key for part in known for key in (config[part] if part else config)
              if key not in known[part]]
-    layers = config["vision_cfg"].get("layers", 12)
-    if isinstance(layers, list):
+    if isinstance(config["vision_cfg"].get("layers"), list):
         other = ["a ResNet"]
+    if config["text_cfg"].get("vocab_size", 49408) != 49408:
+        other += ["another vocabulary"]
+    if not isinstance(config.get("quick_gelu", False), bool) or "embed_dim" not in config:
+        other += ["no embed_dim, or a quick_gelu that is neither true nor false"]
     if other:
         raise InputError(f"--model {model} is not supported: it has {', '.join(other)}; DeAR needs OpenCLIP's plain "
                          "ViT with its causal text transformer (ViT-B-16, ViT-B-32, ViT-L-14, ViT-H-14 ...)")
-    if min(layers, config["text_cfg"].get("layers", 12)) <= ADAPTED_LAYERS:
-        raise InputError(f"--model {model}: DeAR adapts the last {ADAPTED_LAYERS} layers of each tower and needs more")
 
 
 def is_torchscript(path):
     """OpenAI published its weights as TorchScript archives: a zip with code in it."""
-    return zipfile.is_zipfile(path) and any("/code/" in name for name in zipfile.ZipFile(path).namelist())
+    try:
+        return any("/code/" in name for name in zipfile.ZipFile(path).namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
 
 
 def read_weights(path, scripted, clip):
@@ -383,14 +401,16 @@ def read_weights(path, scripted, clip):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")                      # torch.jit is deprecated, OpenAI's file is not
             state = open_clip.factory.load_state_dict(str(path), weights_only=not scripted)
+        found = {key: tuple(value.shape) for key, value in state.items()}
     except Exception as error:                                   # unpickling and safetensors raise types of their own
         raise InputError(f"{path} is not a readable weights file ({first_line(error)})") from None
     expected = {key: tuple(value.shape) for key, value in clip.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in state.items()}
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
             raise InputError(f"{path} does not fit the model: {key} is {found.get(key, 'missing')} in the file and "
                              f"{expected.get(key, 'unknown')} in the configuration; is --model the right one?")
+        if not (state[key].is_floating_point() and state[key].isfinite().all()):
+            raise InputError(f"{path}: {key} holds values that are no finite numbers")
     return {key: value.float() for key, value in state.items()}
 
 
@@ -428,6 +448,8 @@ class DeAR(nn.Module):
     """
     def __init__(self, clip, roles, K=5, beta=0.9, alpha_cls=0.7, generator=None, chunk=128, flex=None):
         super().__init__()
+        if roles.visible.shape != (ADAPTED_LAYERS, clip.heads, len(roles.attributes)):
+            raise InputError(f"roles of shape {tuple(roles.visible.shape)} do not fit {clip.heads} heads")
         self.clip, self.roles, self.beta, self.chunk = clip, roles, beta, chunk
         self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns the modules
         self.text_blocks = list(clip.transformer.resblocks)
@@ -470,7 +492,7 @@ class DeAR(nn.Module):
         """Takes over the four trained tensors. Errors: InputError where a name or a shape is not this model's."""
         own = self.trained()
         for name in own.keys() | tensors.keys():
-            shapes = [tuple(t[name].shape) if name in t else "missing" for t in (own, tensors)]
+            shapes = [tuple(getattr(t.get(name), "shape", ["missing"])) for t in (own, tensors)]
             if shapes[0] != shapes[1]:
                 raise InputError(f"checkpoint does not fit: {name} is {shapes[1]} there and {shapes[0]} in this model")
             own[name].copy_(tensors[name])
@@ -583,21 +605,25 @@ def save_checkpoint(path, model, **record):
 
 def write(path, state):
     """torch.save to a temporary name, then moved into place: an interrupted write loses nothing."""
-    torch.save(state, f"{path}.tmp")
+    buffer = io.BytesIO()                                        # a full disk is an OSError here, a RuntimeError there
+    torch.save(state, buffer)
+    Path(f"{path}.tmp").write_bytes(buffer.getbuffer())
     os.replace(f"{path}.tmp", path)
 
 
-def read_checkpoint(path):
-    """Everything in a checkpoint, as a dict on the CPU. Errors: InputError."""
+def read_checkpoint(path, **kinds):
+    """Everything in a checkpoint, as a dict on the CPU. kinds: the types of what `record` added. Errors: InputError."""
+    kinds = {"trained": dict, "beta": float, "model": str, "quick_gelu": bool, "fingerprint": str, "attributes": list,
+             "visible": torch.Tensor, "roles": str, **kinds}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"trained", "model", "fingerprint", "visible"} - state.keys()
+        wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     except FileNotFoundError:
         raise InputError(f"no checkpoint {path}") from None
     except Exception as error:                                   # unpickling raises whatever the bytes make it raise
-        raise InputError(f"{path} is not a checkpoint of DeAR ({first_line(error)})") from None
-    if missing:
-        raise InputError(f"{path} is not a checkpoint of DeAR (it lacks {', '.join(sorted(missing))})")
+        raise InputError(f"{path} is damaged, or no checkpoint of DeAR ({first_line(error)}): move it away") from None
+    if wrong:
+        raise InputError(f"{path} is no checkpoint of DeAR (its {', '.join(wrong)}): move it away")
     return state
 
 

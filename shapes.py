@@ -296,8 +296,10 @@ def pretrain(folder, steps=3000, seed=0):
             found = accuracy(model, tokenizer)
             print("   ", "  ".join(f"{name} {value:.1f} %" for name, value in found.items()), flush=True)
             save_file({key: value.half().contiguous() for key, value in model.state_dict().items()}, part)
-    os.replace(part, folder / "open_clip_model.safetensors")
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIG}, indent=1))
+    config = folder / "open_clip_config.json.tmp"
+    config.write_text(json.dumps({"model_cfg": CONFIG}, indent=1))
+    for file in (part, config):
+        os.replace(file, file.with_suffix(""))
 
 
 @torch.no_grad()
@@ -333,4 +335,7 @@ if __name__ == "__main__":
     parser.add_argument("--picture", metavar="FILE.png", help="draw both worlds instead of pretraining")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().with_name("demo"), help="to write to")
     args = parser.parse_args()
-    picture(args.picture) if args.picture else pretrain(args.folder)
+    try:
+        picture(args.picture) if args.picture else pretrain(args.folder)
+    except (OSError, ValueError) as error:                # Pillow: a suffix that is no image's
+        parser.exit(2, f"shapes.py: error: {error}\n")

@@ -2,10 +2,12 @@
 
     python -m pytest test_dear.py
 """
+import fcntl
+import io
 import json
 import math
-import os
 import random
+from functools import partial
 
 import open_clip
 import pytest
@@ -102,6 +104,47 @@ def test_activation_comes_from_the_tag(tmp_path, monkeypatch):
     assert dear.load_clip("ViT-B-16", "openai", quick_gelu=False).quick_gelu is False
     assert dear.load_clip("ViT-B-16", str(tmp_path / "open_clip_model.safetensors"), quick_gelu=True).quick_gelu is True
     assert dear.load_clip("ViT-L-14", "laion2b_s32b_b82k").mean == (0.5, 0.5, 0.5)         # not OpenAI's statistics
+    assert dear.load_clip("ViT-L-14", "laion2b_s32b_b82k").std == (0.5, 0.5, 0.5)
+    assert dear.load_clip("ViT-H-14", "dfn5b").squash and not dear.load_clip("ViT-B-16", "openai").squash
+
+
+def test_a_configuration_that_is_no_clip_is_refused(tmp_path):
+    _, clip = tiny(tmp_path)
+    file, state = tmp_path / "open_clip_config.json", clip.state_dict()
+    good = TINY["B-16"]
+    vision, text = good["vision_cfg"], good["text_cfg"]
+    for config in ([], {}, {**good, "vision_cfg": None}, {**good, "embed_dim": "24"}, {**good, "quick_gelu": "false"},
+                   *[{**good, "vision_cfg": {**vision, **wrong}} for wrong in (
+                       {"layers": 4}, {"layers": "12"}, {"layers": [3, 4]}, {"head_width": 0}, {"patch_size": 0},
+                       {"head_width": 5}, {"width": -48}, {"pool_type": "avg"}, {"image_size": 48})],
+                   *[{**good, "text_cfg": {**text, **wrong}} for wrong in ({"layers": 4}, {"vocab_size": 9})]):
+        file.write_text(json.dumps({"model_cfg": config}))
+        with pytest.raises(dear.InputError):
+            dear.load_clip(tmp_path)
+    prints = set()
+    for preprocess in ({}, {"mean": [0.5] * 3}, {"resize_mode": "squash"}):
+        file.write_text(json.dumps({"model_cfg": good, "preprocess_cfg": preprocess}))
+        prints.add(dear.load_clip(tmp_path).fingerprint)
+    for preprocess in ({"mean": [0.5]}, {"resize_mode": "longest"}, {"interpolation": "nearest"}, [1]):
+        file.write_text(json.dumps({"model_cfg": good, "preprocess_cfg": preprocess}))
+        with pytest.raises(dear.InputError):
+            dear.load_clip(tmp_path)
+    file.write_text(json.dumps({"model_cfg": good}))
+    for value in (1., torch.nan):
+        state["visual.conv1.weight"][0, 0, 0, 0] = value
+        save_file(state, tmp_path / "open_clip_model.safetensors")
+        if value == value:
+            prints.add(dear.load_clip(tmp_path).fingerprint)
+    assert len(prints) == 4
+    with pytest.raises(dear.InputError, match="conv1.weight holds values that are no finite"):
+        dear.load_clip(tmp_path)
+
+
+def test_a_prompt_may_fill_the_context_and_no_more(clips):
+    _, clip = clips                                        # 20 tokens: BOT, EOT and 18 words
+    assert dear.tokenize(clip, ["a " * 18]).ids.shape == (1, 20)
+    with pytest.raises(dear.InputError, match="longer than this text tower reads"):
+        dear.tokenize(clip, ["a " * 19])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -291,7 +334,7 @@ def test_learning_rate():
     assert train.learning_rate(0, 1, 2e-3) == 2e-3
 
 
-def test_checkpoint_round_trip(tmp_path, clips, images):
+def test_checkpoint_round_trip(tmp_path, monkeypatch, clips, images):
     _, clip = clips
     model = model_with(clip, routed(clip), K=3, beta=0.4)
     dear.save_checkpoint(tmp_path / "seed1.pt", model, classes=TEXTS)
@@ -301,9 +344,26 @@ def test_checkpoint_round_trip(tmp_path, clips, images):
     with torch.no_grad():
         for one, other in zip(model(images, model.prompts(tokens)), again(images, again.prompts(tokens))):
             assert torch.equal(one, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {feature.dtype for feature in model(images, model.prompts(tokens))} == {torch.float32}
     state["trained"]["w"] = torch.zeros(9)
     with pytest.raises(dear.InputError, match="w is"):
         again.load_trained(state["trained"])
+    for changes, message in (dict(quick_gelu=True), "trained with GELU"), (dict(fingerprint="0"), "trained on other weights"):
+        other = type("", (), {**vars(clip), "layers": 12, **changes})
+        with pytest.raises(dear.InputError, match=message):
+            dear.load_checkpoint(tmp_path / "seed1.pt", other)
+    with pytest.raises(dear.InputError, match="do not fit 3 heads"):
+        dear.DeAR(clip, dear.Roles("a", torch.ones(4, 1, 1, dtype=torch.bool), ""))
+
+    before = (tmp_path / "seed1.pt").read_bytes()
+    monkeypatch.setattr(dear.os, "replace", lambda *paths: 1 / 0)                          # cut off before the move
+    with pytest.raises(ZeroDivisionError):
+        dear.save_checkpoint(tmp_path / "seed1.pt", again)
+    assert (tmp_path / "seed1.pt").read_bytes() == before
+    (tmp_path / "seed1.pt").write_bytes(before[:-100])
+    with pytest.raises(dear.InputError, match="is damaged"):
+        dear.read_checkpoint(tmp_path / "seed1.pt")
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -338,7 +398,8 @@ def test_own_folder(tmp_path):
             picture(tmp_path / "flat" / name / f"{i}.png")
     (tmp_path / "flat" / ".cache").mkdir()
     flat, template, _ = data.load(str(tmp_path / "flat"))
-    assert flat.classes == ["boat", "red_car"] and template == "a photo of a {}."
+    assert flat.classes == ["boat", "red_car"]
+    assert data.prompts(template, flat.classes) == ["a photo of a boat.", "a photo of a red car."]
     assert [len(part) for part in (flat.train, flat.val, flat.test)] == [10, 0, 10] and "seeded" in flat.split
     assert len({item.image for item in flat.train + flat.val + flat.test}) == 20
     assert data.load(str(tmp_path / "flat"))[0] == flat
@@ -356,7 +417,7 @@ def test_own_folder(tmp_path):
         data.load(str(tmp_path / "flat"))
 
 
-def test_dtd_in_coops_layout(tmp_path):
+def test_dtd_in_coops_layout(tmp_path, monkeypatch):
     rows = {part: [[f"{name}/{name}_{i}.jpg", label, name] for label, name in enumerate(("banded", "dotted"))]
             for i, part in enumerate(("train", "val", "test"))}
     for path, *_ in sum(rows.values(), []):
@@ -369,13 +430,42 @@ def test_dtd_in_coops_layout(tmp_path):
     (tmp_path / "dtd" / "images" / "dotted" / "dotted_2.jpg").unlink()
     with pytest.raises(data.InputError, match=r"1 of the 6 images .* are missing, such as .*dotted_2.jpg"):
         data.load("dtd", str(tmp_path))
-    split.write_text(json.dumps({"train": []}))
-    with pytest.raises(data.InputError, match="not in CoOp's format"):
+    row = rows["train"][0]
+    for wrong, message in [({"train": []}, "not in CoOp's format"), ({**rows, "val": [row]}, "names .* more than once"),
+                           ({**rows, "val": [["x.jpg", 0, "dotted"]]}, "x.jpg has the label 0 and the class dotted"),
+                           ({**rows, "val": [["x.jpg", 0.9, "banded"]]}, "label 0.9"),
+                           ({**rows, "val": [["x.jpg", 3, "x"]]}, "run from 0 without gaps")]:
+        split.write_text(json.dumps(wrong))
+        with pytest.raises(data.InputError, match=message):
+            data.load("dtd", str(tmp_path))
+
+    split.unlink()                                         # then CoOp's is downloaded, and checked
+    for i in range(10):
+        picture(tmp_path / "dtd" / "images" / "banded" / f"{i}.jpg"), picture(tmp_path / "dtd" / "images" / "dotted" / f"{i}.jpg")
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"{}"))
+    with pytest.raises(data.InputError, match="is not the file it was"):
         data.load("dtd", str(tmp_path))
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: open("/nowhere"))
+    found = data.load("dtd", str(tmp_path))[0]             # 13 and 12 images
+    assert [len(part) for part in found[1:4]] == [12, 5, 8] and found.split == "seeded (not CoOp's)"
+
+
+def test_transforms_equal_open_clips(tmp_path):
+    noise = torch.randint(0, 256, (31, 47, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    image = Image.fromarray(noise.numpy())
+    for squash in (False, True):
+        clip = type("", (), dict(image_size=24, mean=(.1, .2, .3), std=(.4, .5, .6), squash=squash))
+        theirs = open_clip.image_transform(24, False, clip.mean, clip.std, "squash" if squash else "shortest")
+        torch.testing.assert_close(data.transform(clip, train=False)(image), theirs(image))
+    crop, flip, *_ = data.transform(clip, train=True).transforms
+    assert (crop.scale, crop.interpolation, flip.p) == ((0.5, 1), data.v2.InterpolationMode.BICUBIC, 0.5)
+    Image.new("I;16", (4, 4), 40000).save(tmp_path / "deep.png")
+    with pytest.raises(data.InputError, match="deep.png' is not a readable image .*convert it to 8 bits"):
+        data.Images([data.Item(tmp_path / "deep.png", 0)], None)[0]
 
 
 def test_augmentation_depends_on_seed_and_image_alone():
-    clip = type("", (), dict(image_size=16, mean=(.5,) * 3, std=(.5,) * 3))
+    clip = type("", (), dict(image_size=16, mean=(.5,) * 3, std=(.5,) * 3, squash=False))
     noise = torch.randint(0, 256, (20, 20, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     items = [data.Item(Image.fromarray(noise.numpy()), label) for label in range(7)]
     runs = [list(data.batches(items, data.transform(clip, train=True), 3, seed=seed, workers=workers))
@@ -405,30 +495,79 @@ def run(*flags):
     return stopped.value.code
 
 
-def test_training_lowers_the_loss_and_writes_its_results(tmp_path, capsys):
-    demo = ["--shots", 2, "--epochs", 3, "--batch-size", 8]
-    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a"]])
-    results = json.loads((tmp_path / "a" / "results.json").read_text())
-    first, _, last = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
-                      if line.startswith("seed 1  epoch")]
-    assert last < first and results["runs"][0]["losses"]["loss"] == pytest.approx(last, abs=1e-4)
-    assert results["DeAR"].keys() == results["zero_shot"].keys() == {"base", "novel", "HM"}
+@pytest.fixture
+def small_task(monkeypatch):
+    """The demo's task with fewer images."""
+    monkeypatch.setattr(shapes, "task", partial(shapes.task, train=4, test=3))
+
+
+def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
+    flags = ("--shots 3 --epochs 3 --seed 3 --lr 0.01 --batch-size 16 --weight-decay 0.3 --text-tokens 3 --beta 0.6 "
+             f"--alpha-cls 0.6 --lambda-reg 2 --lambda-fusion 0.3 --output-dir {tmp_path}").split()
+    train.main(flags)
+    results, output = json.loads((tmp_path / "results.json").read_text()), capsys.readouterr().out
+    found, = results["runs"]
+
+    names, *parts = shapes.task()
+    training, test = [[data.Item(Image.fromarray(image), label) for image, label in part] for part in parts]
+    base, rates = data.few_shot(training, [], 3, seed=3)[0][:24 * 3], (1e-5, 0.01, 0.0075)
+    clip = dear.load_clip("demo")
+    model = dear.DeAR(clip, dear.read_roles(dear.DEMO / "roles.json", clip), K=3, beta=0.6)
+    model.reset(torch.Generator().manual_seed(3), alpha_cls=0.6)
+    prompts = [model.prompts(dear.tokenize(clip, [f"a photo of a {name}." for name in half]))
+               for half in (names[:24], names[24:])]
+
+    def logits(images, h):
+        f_cls, f_attr, f_text, f_cls0 = model(images, prompts[h])
+        f_text0 = model.frozen_text(prompts[h])
+        attributes = sum(model.alpha[k] * f_attr[:, k - 1] @ f_text.T for k in range(1, 6))
+        reg = (1 - F.cosine_similarity(f_cls, f_cls0)).mean() + (1 - F.cosine_similarity(f_text, f_text0)).mean()
+        return {"fused": model.alpha[0] * f_cls @ f_text.T + attributes, "class": f_cls @ f_text.T,
+                "attributes": attributes, "CLIP": f_cls0 @ f_text0.T}, reg
+    optimizer = torch.optim.AdamW([model.attr_tokens, model.text_tokens, model.attr_proj, model.w], weight_decay=0.3)
+    means = []
+    for epoch, optimizer.param_groups[0]["lr"] in enumerate(rates):
+        total = []
+        for images, labels in data.batches(base, data.transform(clip, train=True), 16, seed=3 * 10**4 + epoch):
+            values, reg = logits(images, 0)
+            loss = F.cross_entropy(clip.tau * values["fused"], labels) + 2 * reg - 0.3 * model.alpha[0].log()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total.append(loss.item())
+        means.append(sum(total) / len(total))
+    saved = dear.read_checkpoint(tmp_path / "seed3.pt")["trained"]
+    torch.testing.assert_close(saved, model.trained(), atol=1e-4, rtol=1e-3)
+    printed = [float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("seed 3  ep")]
+    assert printed == pytest.approx(means, abs=2e-3) and means[2] < means[0]
+
+    model.load_trained(saved)
+    for h, half in enumerate(("base", "novel")):
+        images = torch.stack([data.transform(clip, train=False)(item.image) for item in test if item.label // 24 == h])
+        labels = torch.arange(24).repeat_interleave(3)
+        with torch.no_grad():
+            right = {branch: 100 * (value.argmax(dim=1) == labels).float().mean().item()
+                     for branch, value in logits(images, h)[0].items()}
+        assert results["zero_shot"][half] == pytest.approx(right.pop("CLIP"))
+        assert found["branches"][half] == pytest.approx(right)
+        assert found[half] == results["DeAR"][half] == pytest.approx(right["fused"])
+    assert results["DeAR"]["HM"] == pytest.approx(2 / (1 / found["base"] + 1 / found["novel"]))
     assert sum(results["alpha"].values()) == pytest.approx(1)
     assert results["config"]["quick_gelu"] is False and results["split"] == "rendered"
 
-    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a", "--eval-only"]])
-    again = json.loads((tmp_path / "a" / "results.json").read_text())
+    train.main([*flags, "--eval-only"])
+    again = json.loads((tmp_path / "results.json").read_text())
     assert (again["DeAR"], again["runs"]) == (results["DeAR"], results["runs"])
 
 
-def test_an_interrupted_sweep_resumes_to_the_last_digit(tmp_path, monkeypatch):
+def test_an_interrupted_sweep_resumes_to_the_last_digit(tmp_path, monkeypatch, small_task):
     demo = ["--shots", 2, "--epochs", 3, "--batch-size", 8, "--seeds", 1, 2]
     train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a"]])
     write = dear.write
 
     def interrupted(path, state):
         write(path, state)
-        if state["settings"]["seed"] == 2 and state.get("epoch") == 2:
+        if state["seed"] == 2 and state.get("epoch") == 2:
             raise KeyboardInterrupt
     monkeypatch.setattr(dear, "write", interrupted)
     assert run(*demo, "--output-dir", tmp_path / "b") == 130
@@ -439,7 +578,7 @@ def test_an_interrupted_sweep_resumes_to_the_last_digit(tmp_path, monkeypatch):
         assert all(run_a[key] == run_b[key] for key in ("seed", "branches", "alpha", "losses"))
 
 
-def test_no_run_is_written_over_another(tmp_path, capsys):
+def test_no_run_is_written_over_another(tmp_path, capsys, small_task):
     demo = ["--shots", 1, "--epochs", 1, "--output-dir", tmp_path]
     train.main([str(flag) for flag in [*demo, "--seeds", 1, 2]])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -448,6 +587,9 @@ def test_no_run_is_written_over_another(tmp_path, capsys):
                            (["--eval-only", "--beta", 0], "made with beta 0.9, not 0.0")]:
         assert run(*demo, *flags) == 2
         assert message in capsys.readouterr().err
+    lock = open(tmp_path / ".lock")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert run(*demo, "--seeds", 1, 2, "--eval-only") == 2 and "another run is writing" in capsys.readouterr().err
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 
@@ -472,7 +614,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
             (["--roles", tmp_path / "none.json"], "No such file"),
             (["--roles", tmp_path / "broken.json"], "is not a JSON role map"),
             (["--eval-only", "--output-dir", tmp_path / "none"], "no checkpoint"),
-            (["--shots", "0"], "from 1 on"), (["--beta", "2"], "between 0 and 1"),
+            (["--shots", "0"], "from 1 on"), (["--lr", "inf"], "between 0 and"), (["--weight-decay", "inf"], "from 0"), (["--beta", "2"], "between 0 and 1"),
             (["--template", "a photo"], "needs one {}"), (["--device", "cuda:99"], "argument --device")]:
         assert run(*flags, *([] if "--output-dir" in flags else ["--output-dir", tmp_path / "out"])) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -480,7 +622,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
         assert message in error
 
 
-def test_a_non_finite_loss_stops_the_run(tmp_path, capsys):
+def test_a_non_finite_loss_stops_the_run(tmp_path, capsys, small_task):
     assert run("--shots", 2, "--epochs", 2, "--lr", 1e30, "--output-dir", tmp_path) == 1
     assert "try a lower --lr" in capsys.readouterr().err
     assert not (tmp_path / "seed1.pt").exists()
+    assert run("--shots", 2, "--epochs", 1, "--lr", 1e30, "--batch-size", 48, "--output-dir", tmp_path / "one") == 1
+    assert "logits of fused are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "one" / "results.json").exists()

@@ -9,6 +9,7 @@ The protocol is CoOp's base-to-novel: trained on the first half of the classes, 
 names as candidates. What is reported is the last step; nothing is chosen by test accuracy.
 """
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,7 +54,7 @@ def parse(argv):
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
     # The method (dear.py; what the paper leaves open is listed in the README)
     add("--roles", help="a role map, or mixed or generalization for every head; default: the model's, else the paper's")
-    add("--text-tokens", type=number(int, 0), default=5, help="K")
+    add("--text-tokens", type=number(int, 0, 1000), default=5, help="K")
     add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in each layer's inserted one")
     add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="α_cls at the start")
     add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
@@ -60,7 +62,7 @@ def parse(argv):
     # The recipe
     add("--epochs", type=number(int, 1, 1000), help="default: 10; 20 for shapes")
     add("--batch-size", type=number(int, 1), help="default: 4, as the relatives; 16 for shapes")
-    add("--lr", type=number(float, 0), help="default: 1e-3; 5e-3 for shapes")
+    add("--lr", type=number(float, 0, 1e30), help="default: 1e-3; 5e-3 for shapes")
     add("--weight-decay", type=number(float, 0), default=5e-4)
     # The machine
     add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -77,12 +79,10 @@ def parse(argv):
     for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    brings_weights = args.model == "demo" or Path(args.model).is_dir()
+    brings_weights = args.model == "demo" or os.path.isdir(args.model)
     args.pretrained = args.pretrained or (None if brings_weights else "openai")
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
     args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
-    trained = [int(file.stem[4:]) for file in args.output_dir.glob("seed*.pt") if file.stem[4:].isdecimal()]
-    args.seeds = sorted(set(args.seeds or (args.eval_only and trained) or [1]))
     return parser, args
 
 
@@ -93,7 +93,7 @@ def number(kind, low, high=math.inf):
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high:                      # nan fails too
+        if not (low <= value <= high and value < math.inf):                            # nan fails too
             raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} "
                                              + (f"from {low} on" if high == math.inf else f"between {low} and {high}"))
         return value
@@ -102,7 +102,8 @@ def number(kind, low, high=math.inf):
 
 def device(name):
     try:
-        torch.empty(0, device=name)
+        if torch.empty(0, device=name).device.type not in ("cuda", "cpu", "mps"):
+            raise RuntimeError("use cuda, cpu or mps")
     except (RuntimeError, AssertionError) as error:       # torch asserts that it was built with CUDA
         raise argparse.ArgumentTypeError(f"{name!r}: {dear.first_line(error)}") from None
     return name
@@ -140,16 +141,16 @@ def make_losses(args, model, prompts):
     return torch.compile(losses, disable=not args.compile)
 
 
-def train(args, model, losses, items, settings, partial):
+def train(args, model, losses, items, seed, settings, partial):
     """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
 
     Returns the last epoch's mean of each loss term, and seconds. Errors: FloatingPointError where a loss is not finite.
     """
-    seed, first, began = settings["seed"], 0, time.time()
+    first, began = 0, time.time()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
     augment = data.transform(model.clip, train=True)
     if args.resume and partial.exists():
-        state = dear.read_checkpoint(partial)
+        state = dear.read_checkpoint(partial, optimizer=dict, losses=dict, epoch=int, seconds=float)
         model.load_trained(state["trained"])
         optimizer.load_state_dict(state["optimizer"])
         first, means, began = state["epoch"], state["losses"], began - state["seconds"]
@@ -174,7 +175,7 @@ def train(args, model, losses, items, settings, partial):
         print(f"seed {seed}  epoch {epoch + 1:2}/{args.epochs}  lr {lr:.1e}  "
               + "  ".join(f"{name} {value:.4f}" for name, value in means.items())
               + f"  α_cls {model.alpha[0]:.3f}  {time.time() - started:.1f} s", flush=True)
-        dear.save_checkpoint(partial, model, settings=settings, losses=means, seconds=time.time() - began,
+        dear.save_checkpoint(partial, model, settings=settings, seed=seed, losses=means, seconds=time.time() - began,
                              epoch=epoch + 1, optimizer=optimizer.state_dict())
     return means, time.time() - began
 
@@ -188,6 +189,8 @@ def accuracy(args, clip, items, logits):
     for images, labels in tqdm(data.batches(items, data.transform(clip, train=False), EVAL_BATCH, workers=args.workers),
                                "testing", leave=False, disable=None):
         for branch, value in logits(images.to(args.device)).items():
+            if not value.isfinite().all():
+                raise FloatingPointError(f"the logits of {branch} are not finite: try --precision fp32, or a lower --lr")
             right[branch] = right.get(branch, 0) + (value.argmax(dim=1).cpu() == labels).sum().item()
     return {branch: 100 * count / len(items) for branch, count in right.items()}
 
@@ -213,8 +216,10 @@ def adapted(args, model, prompts):
     def logits(images):
         with autocast(args):
             f_cls, f_attr = model.adapted_image(model.image_prefix(images))
-        return {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau), "class": f_cls @ f_text.T,
-                "attributes": dear.fuse(f_cls, f_attr, f_text, alone, tau)}
+        branches = {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau), "class": f_cls @ f_text.T}
+        if len(alpha) > 1:
+            branches["attributes"] = dear.fuse(f_cls, f_attr, f_text, alone, tau)
+        return branches
     return logits
 
 
@@ -241,15 +246,13 @@ def what_decides(args, dataset, model):
 
 def check_earlier(args, settings):
     """Refuses to mix two runs, or to write one over another: what the output folder holds must be of these settings."""
-    for seed in args.seeds:
-        for file in (args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"):
-            if file.exists():
-                same(file, dear.read_checkpoint(file).get("settings", {}), {**settings, "seed": seed})
+    for file in args.output_dir.glob("seed*.pt"):
+        same(file, dear.read_checkpoint(file, settings=dict)["settings"], settings)
     file = args.output_dir / "results.json"
     if file.exists():
         try:
             earlier = json.loads(file.read_text(encoding="utf-8"))
-            earlier, others = earlier["settings"], {run["seed"] for run in earlier["runs"]} - set(args.seeds)
+            earlier, others = dict(earlier["settings"]), {int(run["seed"]) for run in earlier["runs"]} - set(args.seeds)
         except (ValueError, KeyError, TypeError):
             raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
         same(file, earlier, settings)
@@ -276,27 +279,47 @@ def choose_roles(args, clip):
 
 
 def run(args):
-    """One command: zero-shot CLIP, then for each seed few-shot training and testing, the table, results.json."""
+    """One command: data, CLIP and roles, then zero-shot CLIP, each seed's training and testing, table, results.json."""
     dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
     if len(dataset.classes) < 4:
         raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
     args.template = template if args.template is None else args.template
-    if args.template.count("{}") != 1 or args.template.count("{") != 1:
+    if args.template.count("{}") != 1:
         raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
     args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
     settings = what_decides(args, dataset, model)
+    with locked(args.output_dir):
+        base_to_novel(args, dataset, model, settings)
+
+
+@contextmanager
+def locked(folder):
+    """Makes an output folder and lets one run at a time write to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise data.InputError(f"another run is writing to {folder}: give another --output-dir") from None
+        yield
+
+
+def base_to_novel(args, dataset, model, settings):
+    """CoOp's protocol: trained on the first half of the classes, tested on either half among its own names."""
+    clip = model.clip
+    trained = [int(file.stem[4:]) for file in args.output_dir.glob("seed*.pt") if file.stem[4:].isdecimal()]
+    args.seeds = sorted(set(args.seeds or (args.eval_only and trained) or [1]))
     check_earlier(args, settings)
     halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
-    names = {half: [dataset.classes[label].replace("_", " ") for label in halves[half]] for half in halves}
-    texts = {half: [args.template.format(name) for name in names[half]] for half in halves}
+    names = {half: [dataset.classes[label] for label in halves[half]] for half in halves}
+    texts = {half: data.prompts(args.template, names[half]) for half in halves}
     prompts = {half: model.prompts(dear.tokenize(clip, texts[half])) for half in halves}
     test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
     shots = {seed: data.select(data.few_shot(dataset.train, dataset.val, args.shots, seed)[0], halves["base"])
              for seed in args.seeds}
     per_class = Counter(item.label for item in shots[args.seeds[0]]).values()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     activation = f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from})"
     print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
           f"{sum(per_class)} training images ({min(per_class)} to {max(per_class)} a class), "
@@ -315,13 +338,13 @@ def run(args):
     for seed in args.seeds:
         final, partial = args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"
         if args.eval_only or (args.resume and final.exists()):
-            saved = dear.read_checkpoint(final)
+            saved = dear.read_checkpoint(final, losses=dict, seconds=float)
             model.load_trained(saved["trained"])
             means, seconds = saved["losses"], saved["seconds"]
         else:
             model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
-            means, seconds = train(args, model, losses, shots[seed], {**settings, "seed": seed}, partial)
-            dear.save_checkpoint(final, model, settings={**settings, "seed": seed}, classes=names["base"],
+            means, seconds = train(args, model, losses, shots[seed], seed, settings, partial)
+            dear.save_checkpoint(final, model, settings=settings, seed=seed, classes=names["base"],
                                  template=args.template, losses=means, seconds=seconds)
             partial.unlink()
         branches = {half: accuracy(args, clip, test[half], adapted(args, model, prompts[half])) for half in halves}
@@ -353,7 +376,7 @@ def report(args, dataset, model, settings, clip_row, runs):
     row("DeAR", (f"{mean[column]:.2f}" for column in mean), args.shots, seeds)
     if std:
         row("  ± std", (f"{std[column]:.2f}" for column in mean))
-    for branch in ("class", "attributes"):                # the class feature alone, the attribute features alone
+    for branch in list(runs[0]["branches"]["base"])[1:]:  # the class feature alone, the attribute features alone
         row(f"  {branch}", (f"{statistics.mean(r['branches'][half][branch] for r in runs):.2f}" for half in halves))
     print("\nα  " + "  ".join(f"{name} {value:.3f}" for name, value in alpha.items()))
 
