@@ -111,13 +111,18 @@ def read_own(folder, split):
     return Data(classes, items[0], [], items[1], f"the folders train and {test.name}")
 
 
+def image_files(folder):
+    """Every image file below a folder, sorted."""
+    return sorted(path for path in folder.rglob("*")
+                  if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith("."))
+
+
 def class_folders(folder):
     """{class name: its image files}, both sorted."""
     found = {}
     for place in sorted(folder.iterdir()):
         if place.is_dir() and not place.name.startswith((".", "__")):
-            found[place.name] = sorted(path for path in place.rglob("*")
-                                       if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith("."))
+            found[place.name] = image_files(place)
     if not found:
         raise InputError(f"{folder} holds no class folders; expected one folder per class with its images inside")
     for name, paths in found.items():

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 ADAPTED_LAYERS = 4                        # J..L: the last four layers of each tower (paper: 9 to 12 of ViT-B/16)
 ATTRIBUTES = ("color", "shape", "texture", "object", "location")                      # the paper's five core attributes
-PUBLISHED_HEADS = {"object": (12, 7), "shape": (12, 5), "texture": (11, 5), "color": (12, 10), "location": (12, 0)}
 DEMO = Path(__file__).resolve().with_name("demo")
 
 
@@ -71,17 +70,6 @@ def uniform_roles(role, clip, attributes=ATTRIBUTES):
     return Roles(tuple(attributes), torch.tensor(rows, dtype=torch.bool), f"every head {role}")
 
 
-def published_roles(clip):
-    """The paper's published anchors (Table 1, Figure 1; ViT-B/16), every other head isolated. Errors: InputError."""
-    if (clip.layers, clip.heads) != (12, 12):
-        raise InputError(f"no role map for {clip.name} ({clip.layers} layers x {clip.heads} heads): the paper "
-                         "publishes heads of ViT-B/16 only; give --roles FILE, or --roles mixed to mask nothing")
-    roles = uniform_roles("generalization", clip)
-    for attribute, (layer, head) in PUBLISHED_HEADS.items():
-        roles.visible[layer - (clip.layers - ADAPTED_LAYERS + 1), head, ATTRIBUTES.index(attribute)] = True
-    return roles._replace(source="the paper's published heads of ViT-B/16, every other head isolated")
-
-
 def read_roles(path, clip):
     """Reads a role map: JSON with `attributes`, and under `map` a role for every head "L9 H0" of layers J..L.
 
@@ -99,6 +87,9 @@ def read_roles(path, clip):
     if (attributes != file["attributes"] or not all(isinstance(name, str) for name in attributes)
             or len(set(attributes)) < len(attributes) or set(attributes) & set(taken)):
         raise InputError(f"role map {path}: `attributes` must be a list of different names, none of {', '.join(taken)}")
+    if file.get("fingerprint", clip.fingerprint) != clip.fingerprint:
+        raise InputError(f"role map {path} was computed for other weights ({file.get('model')} {file.get('pretrained')}): "
+                         "compute these weights' own with roles.py, or take `fingerprint` out of it to use it all the same")
     first = clip.layers - ADAPTED_LAYERS + 1
     expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
     missing, extra = [h for h in expected if h not in heads], [h for h in heads if h not in expected]
@@ -281,8 +272,8 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
-    Returns a CLIP with `name`, `pretrained`, `activation_from`, its preprocessing (`mean`, `std`, `squash`) and
-    `fingerprint`. Errors: InputError.
+    Returns a CLIP with `name`, `pretrained`, `folder` (where it brings its weights), `activation_from`, `fingerprint` and
+    its preprocessing (`mean`, `std`, `squash`). Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
     folder = DEMO if model == "demo" else Path(model)
@@ -310,6 +301,7 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
         raise InputError(f"--model {model}: DeAR adapts the last {ADAPTED_LAYERS} layers of each tower and needs more")
     clip.load_state_dict(read_weights(path, scripted, clip), assign=True)
     clip.name, clip.pretrained, clip.activation_from = model, pretrained, activation_from
+    clip.folder = folder if folder.is_dir() else None
     clip.mean = tuple(tag.get("mean") or open_clip.OPENAI_DATASET_MEAN)                # a few LAION tags have others
     clip.std = tuple(tag.get("std") or open_clip.OPENAI_DATASET_STD)
     mode, interpolation = tag.get("resize_mode", "shortest"), tag.get("interpolation", "bicubic")

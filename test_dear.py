@@ -8,6 +8,7 @@ import json
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 import data
 import dear
+import roles
 import shapes
 import train
 
@@ -259,14 +261,8 @@ def test_a_routed_head_sees_its_own_attribute_only():
         assert [torch.equal(before[:, h], after[:, h]) for h in (0, 1)] == same
 
 
-def test_published_roles_and_role_files(tmp_path, clips):
-    _, clip = clips                                        # 12 layers, but three heads: not the paper's
-    with pytest.raises(dear.InputError, match="no role map"):
-        dear.published_roles(clip)
-    clip12 = type("", (), dict(layers=12, heads=12, name="ViT-B-16"))
-    visible = dear.published_roles(clip12).visible
-    assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
-
+def test_role_files(tmp_path, clips):
+    _, clip = clips
     heads = {f"L{l} H{h}": {"role": "mixed"} for l in (9, 10, 11, 12) for h in range(3)}
     heads["L9 H0"] = {"role": "attribute", "attribute": "hue"}
     heads["L12 H2"] = {"role": "expert"}
@@ -287,6 +283,126 @@ def test_published_roles_and_role_files(tmp_path, clips):
             (dict(map=["L9 H0"]), "not a JSON role map")]:
         with pytest.raises(dear.InputError, match=message):
             read(**changes)
+
+
+# -------------------------------------------------------------------------------------------------------------- roles
+
+def test_contributions_sum_to_the_feature(clips, images):
+    _, clip = clips
+    added, rows = [], {}                                   # CLS rows of every MLP, and of what enters layer 1
+    hooks = [block.mlp.register_forward_hook(lambda module, args, out: added.append(out[:, 0]))
+             for block in clip.visual.transformer.resblocks]
+    hooks += [clip.visual.ln_pre.register_forward_hook(lambda module, args, out: added.append(out[:, 0])),
+              clip.visual.ln_post.register_forward_hook(lambda module, args, out: rows.update(last=args[0]))]
+    feature = F.normalize(clip.encode_image(images), dim=-1)
+    others = roles.to_feature(clip, torch.stack(added, dim=1), rows["last"], parts=2 * 12 + 1)
+    for hook in hooks:
+        hook.remove()
+    heads = roles.contributions(clip, images, layers=12)
+    assert heads.shape == (3, 12, 3, 24) and others.shape == (3, 13, 24)
+    torch.testing.assert_close(heads.sum(dim=(1, 2)) + others.sum(dim=1), feature, atol=1e-5, rtol=0)
+    torch.testing.assert_close(roles.contributions(clip, images), heads[:, -4:])
+
+
+def test_textspan_equals_the_image_by_text_loop():
+    generator = torch.Generator().manual_seed(0)
+    c = torch.randn(50, 6, generator=generator).double() @ torch.randn(6, 12, generator=generator).double() + 1
+    pool = F.normalize(torch.randn(40, 12, generator=generator).double(), dim=1)
+    for picks, rank in ((5, 6), (3, 3)):
+        span = torch.linalg.svd(c, full_matrices=False).Vh[:rank]
+        texts, data_left, expected = pool @ span.T @ span, c - c.mean(dim=0), []
+        for _ in range(picks):
+            best = (data_left @ texts.T).std(dim=0).argmax().item()
+            u = texts[best] / texts[best].norm()
+            expected.append(best)
+            data_left, texts = data_left - torch.outer(data_left @ u, u), texts - torch.outer(texts @ u, u)
+        assert roles.textspan(c.mean(dim=0), c.T @ c / 50, pool, picks, rank) == expected
+    assert len(roles.textspan(c.mean(dim=0), c.T @ c / 50, pool, 20, 6)) == 6              # then nothing is left
+    double = torch.cat([pool, pool])
+    assert roles.textspan(c.mean(dim=0), c.T @ c / 50, double, 5, 6) == roles.textspan(
+        c.mean(dim=0), c.T @ c / 50, pool, 5, 6)                                           # ties: the first
+
+
+def test_moments_do_not_depend_on_the_batch_size(clips):
+    _, clip = clips
+    items = [data.Item(Image.fromarray(image), 0) for image, _ in shapes.task(train=1, test=1)[1][:5]]
+    c = roles.contributions(clip, torch.stack([image for image, _ in data.Images(items, data.transform(clip, False))]))
+    for batch_size in (2, 5):
+        first, second = roles.moments(clip, items, batch_size, "cpu")
+        torch.testing.assert_close(first, c.double().mean(dim=0), atol=1e-6, rtol=0)
+        torch.testing.assert_close(second, torch.einsum("blhe,blhf->lhef", c, c).double() / 5, atol=1e-6, rtol=0)
+
+
+def test_concepts_entropy_and_roles_by_hand():
+    """Texts embed by their first letter, with a little of their length to tell them apart."""
+    def embed(texts):
+        return F.normalize(torch.tensor([[float(text[0] == letter) for letter in "abc"] + [0.01 * len(text)]
+                                         for text in texts]), dim=1)
+    concepts = {"first": ("a",), "second": ("b",), "third": ("c",)}
+    texts = ["a" * n for n in range(1, 6)] + ["b" * n for n in range(1, 6)] + ["c" * 9]
+    expected = {text: {"a": "first", "b": "second", "c": "third"}[text[0]] for text in texts[:-1]}
+    found = roles.concepts_of(texts, embed, concepts)
+    assert {text: found[text] for text in expected} == expected
+    assert found["c" * 9] in ("first", "second")           # noise goes to a cluster, it is none of its own
+    assert roles.concepts_of(texts[::-1] * 2, embed, concepts) == found
+    assert roles.concepts_of(["b"], embed, concepts) == {"b": "second"}
+    assert roles.concepts_of(["b"] * 30, embed, concepts) == {"b": "second"}
+    assert set(roles.concepts_of(texts[:5], embed, concepts).values()) == {"first"}
+    assert roles.concept_entropy(["a"] * 7) == 0 and roles.concept_entropy([]) == 0
+    assert roles.concept_entropy(list("aabc")) == pytest.approx(1.5)
+    for found, role in [("aaaa", {"role": "attribute", "attribute": "a"}), ("bbbb", {"role": "expert"}),
+                        ("aaab", {"role": "attribute", "attribute": "a"}), ("aabb", {"role": "mixed"}),
+                        ("abcd", {"role": "generalization"}), ("", {"role": "generalization"})]:
+        assert roles.role_of(list(found), ["a"], low=0.9, high=2.0) == role
+
+
+def test_table_1_gives_the_papers_five_heads():
+    """The paper's Table 1 through the real SBERT: each head's five phrases, clustered together."""
+    heads = {
+        "object": ["A stick", "A cup", "A bonnet", "A trampoline", "A shoelace"],
+        "shape": ["A regular octagon", "Rectangular object", "A wavy pattern", "Herringbone pattern", "A scalene triangle"],
+        "texture": ["Delicate embroidery", "Intricate architectural carving", "Artwork with kaleidoscopic patterns",
+                    "Image with woven basket textures", "Artwork with Mondrian-like grids"],
+        "color": ["An image with cold green tones", "Image with a red color", "A charcoal gray color",
+                  "Image with a yellow color", "Image with a blue color"],
+        "location": ["Picture taken in Scotland", "Photo taken in Barcelona", "Photo taken in Tokyo, Japan",
+                     "Image taken in South Africa", "Picture taken in Texas, USA"]}
+    named = roles.concepts_of([text for texts in heads.values() for text in texts], roles.load_sbert())
+    for attribute, texts in heads.items():
+        found = [named[text] for text in texts]
+        assert roles.role_of(found, dear.ATTRIBUTES) == {"role": "attribute", "attribute": attribute}
+        assert roles.concept_entropy(found) <= roles.LOW
+
+
+def test_role_maps_are_computed_read_and_edited(tmp_path, capsys):
+    def compute(name, *flags):
+        roles.main(["--images", "40", "--output", str(tmp_path / name), *flags])
+        return (tmp_path / name).read_text()
+    text = compute("a.json")
+    assert compute("b.json") == text and compute("c.json", "--batch-size", "7") == text
+    clip, file = dear.load_clip("demo"), json.loads(text)
+    assert file["fingerprint"] == clip.fingerprint and len(file["map"]) == 4 * 8
+    for head in file["map"].values():
+        assert head["entropy"] == pytest.approx(roles.concept_entropy(
+            [c for c, count in head["distribution"].items() for _ in range(count)]), abs=1e-3)
+    assert Image.open(tmp_path / "a.png").size[0] > 8 * 50 and "L8 H7" in (tmp_path / "a.md").read_text()
+    file["map"]["L5 H0"]["role"] = "mixed"                 # a person edits a role
+    (tmp_path / "a.json").write_text(json.dumps(file))
+    assert dear.read_roles(tmp_path / "a.json", clip).visible[0, 0].all()
+    clip.fingerprint = "other"
+    with pytest.raises(dear.InputError, match="other weights"):
+        dear.read_roles(tmp_path / "a.json", clip)
+
+
+def test_bundled_role_maps():
+    clip = dear.load_clip("demo")
+    assert dear.read_roles(roles.map_path(clip), clip).visible.shape == (4, 8, 5)
+    assert json.loads(roles.map_path(clip).read_text())["fingerprint"] == clip.fingerprint
+    vit = SimpleNamespace(layers=12, heads=12, name="ViT-B-16", fingerprint="any")
+    visible = dear.read_roles(roles.PUBLISHED, vit).visible               # (layer - 9, head, attribute)
+    assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
+    texts, _ = roles.read_pool(SimpleNamespace(name="ViT-B-16", folder=None), None)
+    assert len(texts) >= 600
 
 
 # ------------------------------------------------------------------------------------------- losses, fusion, training

@@ -29,6 +29,8 @@ from tqdm import tqdm
 
 import data
 import dear
+import roles
+from roles import device, number
 
 # What a flag left out becomes: MMRL's published recipe, and for the demo one chosen on other draws of its task.
 RECIPE = {"model": "ViT-B-16", "epochs": 10, "batch_size": 4, "lr": 1e-3, "workers": min(8, os.cpu_count())}
@@ -39,7 +41,7 @@ EVAL_BATCH = 100
 
 def parse(argv):
     """The flags. What has no default here gets one from RECIPE, SHAPES, the data set or the machine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # What to learn from
     add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one folder per class")
@@ -84,29 +86,6 @@ def parse(argv):
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
     args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
     return parser, args
-
-
-def number(kind, low, high=math.inf):
-    """An argparse type: a number of a kind between two bounds."""
-    def read(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value < math.inf):                            # nan fails too
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} "
-                                             + (f"from {low} on" if high == math.inf else f"between {low} and {high}"))
-        return value
-    return read
-
-
-def device(name):
-    try:
-        if torch.empty(0, device=name).device.type not in ("cuda", "cpu", "mps"):
-            raise RuntimeError("use cuda, cpu or mps")
-    except (RuntimeError, AssertionError) as error:       # torch asserts that it was built with CUDA
-        raise argparse.ArgumentTypeError(f"{name!r}: {dear.first_line(error)}") from None
-    return name
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -269,13 +248,17 @@ def same(file, earlier, settings):
 
 
 def choose_roles(args, clip):
-    """The role map: --roles, else the one beside the model's weights, else the paper's published heads."""
-    beside = dear.DEMO if args.model == "demo" else Path(args.model)
+    """The role map: --roles, else the checkpoint's own as computed by roles.py, else the paper's published heads."""
     if args.roles in ("mixed", "generalization"):
         return dear.uniform_roles(args.roles, clip)
-    if args.roles or (beside / "roles.json").is_file():
-        return dear.read_roles(args.roles or beside / "roles.json", clip)
-    return dear.published_roles(clip)
+    if args.roles or roles.map_path(clip).is_file():
+        return dear.read_roles(args.roles or roles.map_path(clip), clip)
+    compute = f"python roles.py --model {clip.name} --pretrained {clip.pretrained} --dataset path/to/images"
+    if (clip.layers, clip.heads) != (12, 12):             # the paper publishes heads of ViT-B/16 only
+        raise data.InputError(f"no role map for {clip.name} {clip.pretrained or ''}: {compute} computes one; or give "
+                              "--roles FILE, or --roles mixed to mask nothing")
+    print(f"no role map computed for these weights, taking the paper's published heads; {compute} computes one")
+    return dear.read_roles(roles.PUBLISHED, clip)
 
 
 def run(args):
@@ -408,20 +391,8 @@ def commit():
 
 
 def main(argv=None):
-    for stream in (sys.stdout, sys.stderr):               # a terminal that cannot show α shows \\u03b1
-        stream.reconfigure(errors="backslashreplace")
     parser, args = parse(argv)
-    try:
-        run(args)
-    except (data.InputError, dear.InputError) as error:
-        # a loader's worker hands its error over inside a traceback; the message is its last line
-        parser.exit(2, f"train.py: error: {str(error).splitlines()[-1].removeprefix('data.InputError: ')}\n")
-    except OSError as error:                              # a full disk, a folder that may not be written
-        parser.exit(2, f"train.py: error: {error}\n")
-    except FloatingPointError as error:
-        parser.exit(1, f"train.py: error: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "train.py: interrupted; the same command with --resume goes on from the last epoch\n")
+    roles.command(parser, run, args)
 
 
 if __name__ == "__main__":
