@@ -61,7 +61,8 @@ def load(name, root="data", split=None):
     for part in ("train", "test"):
         empty = set(range(len(data.classes))) - {item.label for item in getattr(data, part)}
         if empty:
-            raise InputError(f"--dataset {name}: no {part} image of the class {data.classes[min(empty)]!r}")
+            raise InputError(f"--dataset {name}: no {part} image of the class {data.classes[min(empty)]!r}; "
+                             "every class needs both")
     return data, source.template, source.lambda_reg
 
 
@@ -78,7 +79,7 @@ def read_shapes(root, split):
 
 def read_dtd(root, split):
     """DTD (Cimpoi et al., CVPR 2014): found in CoOp's or torchvision's place, or downloaded through torchvision."""
-    places = [root / "dtd", root / "dtd" / "dtd"]                                      # torchvision nests one deeper
+    places = [root / "dtd", root / "dtd" / "dtd", root]   # torchvision nests one deeper; root may be DTD's own folder
     folder = next((place for place in places if (place / "images").is_dir()), None)
     if folder is None:
         print(f"DTD is not in {places[0]}; downloading it through torchvision (600 MB)")

@@ -394,15 +394,22 @@ def test_role_maps_are_computed_read_and_edited(tmp_path, capsys):
         dear.read_roles(tmp_path / "a.json", clip)
 
 
-def test_bundled_role_maps():
+def test_bundled_role_maps(capsys, monkeypatch):
     clip = dear.load_clip("demo")
     assert dear.read_roles(roles.map_path(clip), clip).visible.shape == (4, 8, 5)
     assert json.loads(roles.map_path(clip).read_text())["fingerprint"] == clip.fingerprint
-    vit = SimpleNamespace(layers=12, heads=12, name="ViT-B-16", fingerprint="any")
-    visible = dear.read_roles(roles.PUBLISHED, vit).visible               # (layer - 9, head, attribute)
+    vit = SimpleNamespace(layers=12, heads=12, name="ViT-B-16", fingerprint="any", pretrained="tag", folder=None)
+    args = SimpleNamespace(roles=None, quick_gelu=None)
+    visible = train.choose_roles(args, vit).visible        # (layer - 9, head, attribute)
+    assert "python roles.py --model ViT-B-16 --pretrained tag" in capsys.readouterr().out
+    with pytest.raises(data.InputError, match="no role map for ViT-L-14 tag"):
+        train.choose_roles(args, SimpleNamespace(**{**vars(vit), "name": "ViT-L-14", "layers": 24}))
     assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
-    texts, _ = roles.read_pool(SimpleNamespace(name="ViT-B-16", folder=None), None)
-    assert len(texts) >= 600
+    texts, _ = roles.read_pool(vit, None)
+    assert len(texts) >= 600 and len({text.lower() for text in texts}) == len(texts)
+    monkeypatch.setattr(roles.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"a text"))
+    with pytest.raises(data.InputError, match="is not the file it was"):
+        roles.read_pool(vit, "textspan")
 
 
 # ------------------------------------------------------------------------------------------- losses, fusion, training
@@ -672,7 +679,7 @@ def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
     assert results["config"]["quick_gelu"] is False and results["split"] == "rendered"
 
     train.main([*flags, "--eval-only"])
-    again = json.loads((tmp_path / "results.json").read_text())
+    again = json.loads((tmp_path / "eval.json").read_text())
     assert (again["DeAR"], again["runs"]) == (results["DeAR"], results["runs"])
 
 
@@ -699,7 +706,7 @@ def test_no_run_is_written_over_another(tmp_path, capsys, small_task):
     train.main([str(flag) for flag in [*demo, "--seeds", 1, 2]])
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for flags, message in [(["--lr", 1, "--seeds", 1, 2], "lr 0.005, not 1.0"), (["--lr", 1, "--seeds", 3], "lr 0.005"),
-                           (["--seeds", 3], "also holds seed 1"), (["--roles", "mixed"], "made with roles"),
+                           (["--seeds", 3], "also holds seed 1"), (["--roles", "mixed"], "made with other roles"),
                            (["--eval-only", "--beta", 0], "made with beta 0.9, not 0.0")]:
         assert run(*demo, *flags) == 2
         assert message in capsys.readouterr().err

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -47,7 +49,7 @@ def parse(argv):
     add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one folder per class")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
-    add("--template", help="the prompt, with {} for the class name; default: CoOp's for the data set")
+    add("--template", help="the prompt, with {} for the class name; default: CoOp's, or 'a photo of a {}.'")
     add("--shots", type=number(int, 1), default=16, help="images per class")
     add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", help="one run each, for mean and std; default: 1")
     # The frozen CLIP
@@ -56,7 +58,7 @@ def parse(argv):
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
     # The method (dear.py; what the paper leaves open is listed in the README)
     add("--roles", help="a role map, or mixed or generalization for every head; default: the model's, else the paper's")
-    add("--text-tokens", type=number(int, 0, 1000), default=5, help="K")
+    add("--text-tokens", type=number(int, 0, 1000), default=5, help="K, the learned tokens after BOT")
     add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in each layer's inserted one")
     add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="α_cls at the start")
     add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
@@ -69,13 +71,17 @@ def parse(argv):
     # The machine
     add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the step; default: on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the step, with flex_attention; default: on CUDA")
     add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
     add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
     add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
     add("--eval-only", action="store_true", help="test the checkpoints in --output-dir, trained with these flags")
     args = parser.parse_args(argv)
 
+    # what differs from the defaults names the folder, so that ablations lie side by side
+    changed = [f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in ("roles", *FLAGS)
+               if flag != "shots" and getattr(args, flag) != parser.get_default(flag)]
+    folder = re.sub(r"[^\w.=+-]+", "_", "-".join([f"{args.shots}shots", *changed]))
     cuda = args.device.startswith("cuda")
     recipe = SHAPES if args.dataset == "shapes" else RECIPE
     for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
@@ -84,7 +90,7 @@ def parse(argv):
     brings_weights = args.model == "demo" or os.path.isdir(args.model)
     args.pretrained = args.pretrained or (None if brings_weights else "openai")
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
-    args.output_dir = args.output_dir or Path("output", Path(args.dataset).name, model, f"{args.shots}shots")
+    args.output_dir = args.output_dir or Path("output", Path(args.dataset).resolve().name, model, folder)
     return parser, args
 
 
@@ -226,25 +232,28 @@ def what_decides(args, dataset, model):
 def check_earlier(args, settings):
     """Refuses to mix two runs, or to write one over another: what the output folder holds must be of these settings."""
     for file in args.output_dir.glob("seed*.pt"):
-        same(file, dear.read_checkpoint(file, settings=dict)["settings"], settings)
+        same(args, file, dear.read_checkpoint(file, settings=dict)["settings"], settings)
     file = args.output_dir / "results.json"
-    if file.exists():
+    if file.exists() and not args.eval_only:
         try:
             earlier = json.loads(file.read_text(encoding="utf-8"))
             earlier, others = dict(earlier["settings"]), {int(run["seed"]) for run in earlier["runs"]} - set(args.seeds)
         except (ValueError, KeyError, TypeError):
             raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
-        same(file, earlier, settings)
+        same(args, file, earlier, settings)
         if others:
-            raise data.InputError(f"{file} also holds seed {min(others)}: name all its seeds (--resume tests again "
-                                  "what is trained), or give another --output-dir")
+            raise data.InputError(f"{file} also holds seed {min(others)}: name it, too, with --resume, which keeps what is "
+                                  "trained; or give another --output-dir")
 
 
-def same(file, earlier, settings):
+def same(args, file, earlier, settings):
     for key in settings:
-        if earlier.get(key) != settings[key]:
-            raise data.InputError(f"{file} was made with {key} {earlier.get(key)}, not {settings[key]}: "
-                                  "give another --output-dir, or move it away")
+        if earlier.get(key) != settings[key] and not (args.eval_only and key == "precision"):
+            what = (f"other {key}" if key in ("data", "weights", "roles")
+                    else f"{key} {earlier.get(key)}, not {settings[key]}")
+            raise data.InputError(f"{file} was made with {what}: " + (
+                "it is tested with the flags it was trained with" if args.eval_only
+                else "give another --output-dir, or move it away"))
 
 
 def choose_roles(args, clip):
@@ -253,7 +262,8 @@ def choose_roles(args, clip):
         return dear.uniform_roles(args.roles, clip)
     if args.roles or roles.map_path(clip).is_file():
         return dear.read_roles(args.roles or roles.map_path(clip), clip)
-    compute = f"python roles.py --model {clip.name} --pretrained {clip.pretrained} --dataset path/to/images"
+    compute = (f"python roles.py --model {clip.name} --pretrained {clip.pretrained}"
+               f"{' --quick-gelu' if args.quick_gelu else ''} --dataset path/to/images")
     if (clip.layers, clip.heads) != (12, 12):             # the paper publishes heads of ViT-B/16 only
         raise data.InputError(f"no role map for {clip.name} {clip.pretrained or ''}: {compute} computes one; or give "
                               "--roles FILE, or --roles mixed to mask nothing")
@@ -271,7 +281,8 @@ def run(args):
         raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
     args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
-    model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta)
+    model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta,
+                      flex=args.compile and args.device.startswith("cuda"))
     settings = what_decides(args, dataset, model)
     with locked(args.output_dir):
         base_to_novel(args, dataset, model, settings)
@@ -313,6 +324,8 @@ def base_to_novel(args, dataset, model, settings):
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
           f"prompt    {texts['base'][0]!r}\n"
           f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items())}", flush=True)
+    if min(per_class) < args.shots:
+        print(f"note: there are classes with fewer than {args.shots} training images")
 
     clip_row = {half: accuracy(args, clip, test[half], zero_shot(args, model, prompts[half]))["CLIP"]
                 for half in halves}
@@ -368,13 +381,15 @@ def report(args, dataset, model, settings, clip_row, runs):
         "config": {**vars(args), "output_dir": str(args.output_dir), "quick_gelu": model.clip.quick_gelu},
         "settings": settings, "split": dataset.split, "roles": model.roles.source,
         "zero_shot": clip_row, "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": commit()},
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(),
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in
+                                                             ("torch", "torchvision", "open_clip_torch")}},
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
         "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if cuda
                                 else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                                 / (2**20 if sys.platform == "darwin" else 2**10)),
     }
-    file = args.output_dir / "results.json"
+    file = args.output_dir / ("eval.json" if args.eval_only else "results.json")
     part = file.with_suffix(".tmp")
     part.write_text(json.dumps(results, indent=1))
     os.replace(part, file)
