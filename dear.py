@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 ADAPTED_LAYERS = 4                        # J..L: the last four layers of each tower (paper: 9 to 12 of ViT-B/16)
 ATTRIBUTES = ("color", "shape", "texture", "object", "location")                      # the paper's five core attributes
+ROLES = ("mixed", "generalization", "expert", "attribute")
 DEMO = Path(__file__).resolve().with_name("demo")
 
 
@@ -70,6 +71,13 @@ def uniform_roles(role, clip, attributes=ATTRIBUTES):
     return Roles(tuple(attributes), torch.tensor(rows, dtype=torch.bool), f"every head {role}")
 
 
+def check_attributes(attributes, where):
+    taken = (*ROLES, "class")
+    if (not isinstance(attributes, list) or not all(name and isinstance(name, str) for name in attributes)
+            or len(set(attributes)) < len(attributes) or set(attributes) & set(taken)):
+        raise InputError(f"{where}: `attributes` must be a list of different names, none of {', '.join(taken)}")
+
+
 def read_roles(path, clip):
     """Reads a role map: JSON with `attributes`, and under `map` a role for every head "L9 H0" of layers J..L.
 
@@ -83,10 +91,7 @@ def read_roles(path, clip):
         raise InputError(f"role map {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
-    taken = ("mixed", "generalization", "expert", "attribute", "class")
-    if (attributes != file["attributes"] or not all(isinstance(name, str) for name in attributes)
-            or len(set(attributes)) < len(attributes) or set(attributes) & set(taken)):
-        raise InputError(f"role map {path}: `attributes` must be a list of different names, none of {', '.join(taken)}")
+    check_attributes(file["attributes"], f"role map {path}")
     if file.get("fingerprint", clip.fingerprint) != clip.fingerprint:
         raise InputError(f"role map {path} was computed for other weights ({file.get('model')} {file.get('pretrained')}): "
                          "compute these weights' own with roles.py, or take `fingerprint` out of it to use it all the same")
@@ -100,11 +105,11 @@ def read_roles(path, clip):
     rows = []
     for name in expected:
         role, attribute = heads[name].get("role"), heads[name].get("attribute")
-        if role not in taken[:-1]:
+        if role not in ROLES:
             raise InputError(f"role map {path}, {name}: unknown role {role!r}; "
                              "use mixed, generalization, expert or attribute")
         if role == "attribute" and attribute not in attributes:
-            raise InputError(f"role map {path}, {name}: attribute {attribute!r} is not among {', '.join(attributes)}")
+            raise InputError(f"role map {path}, {name}: attribute {attribute!r} is not among {attributes}")
         rows.append(role_row(attribute if role == "attribute" else role, attributes))
     visible = torch.tensor(rows, dtype=torch.bool).view(ADAPTED_LAYERS, clip.heads, len(attributes))
     for a, attribute in enumerate(attributes):

@@ -11,6 +11,7 @@ Nothing is kept per image: TEXTSPAN needs a head's mean and second moment only.
 import argparse
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -142,7 +143,7 @@ def read_pool(clip, name):
     file = Path(name) if name else next(place for place in places if place.is_file())
     try:
         content = download_pool() if name == "textspan" else file.read_bytes()
-        lines = [line.strip() for line in content.decode().splitlines()]
+        lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise data.InputError(f"--descriptions {name or file}: {error}") from None
     texts = [line for line in lines if line and not line.startswith("#")]
@@ -199,6 +200,8 @@ def concepts_of(texts, embed, concepts=CONCEPTS):
     """
     import hdbscan
     texts = sorted(set(texts))
+    if not texts:
+        return {}
     x = torch.as_tensor(embed(texts)).double()
     labels = torch.full((len(texts),), -1)
     if len(texts) >= 2 * SMALLEST_CLUSTER:                # leaves: the default joins clusters until two or three remain
@@ -222,7 +225,7 @@ def role_of(found, attributes, low=LOW, high=HIGH):
     """A head's role, as the role map has it. found: the concept of each of its texts, in the order they were picked.
 
     Up to `low` bits: attribute head of the commonest concept (the first picked among equals), or expert where that is
-    no attribute; from `high` on: generalization; mixed between. A head that writes nothing has no texts: generalization.
+    no attribute; from `high` on, and without texts: generalization; mixed between.
     """
     entropy = concept_entropy(found)
     if not found or entropy >= high:
@@ -244,24 +247,27 @@ def map_path(clip):
 
 def run(args):
     """One command: images → contributions → texts → concepts → roles → FILE.json, FILE.png and FILE.md."""
+    dear.check_attributes(args.attributes, "--attributes")
     items = (data.load(args.dataset, args.data_root, args.split)[0].train if args.dataset in data.DATASETS
              else [data.Item(path, 0) for path in data.image_files(Path(args.dataset))])
     if not items:
-        raise data.InputError(f"--dataset {args.dataset}: neither a folder of images nor {', '.join(data.DATASETS)}")
+        raise data.InputError(f"--dataset {args.dataset}: no folder with images in it, nor {', '.join(data.DATASETS)}")
     if args.images:
         items = random.Random(args.seed).sample(items, min(args.images, len(items)))
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     texts, pool = read_pool(clip, args.descriptions)
-    embed = load_sbert(args.sbert)
+    embed, features = load_sbert(args.sbert), text_features(clip, texts)
     width, first_layer = len(clip.visual.class_embedding) // clip.heads, clip.layers - dear.ADAPTED_LAYERS + 1
     picks, rank = args.texts or round(TEXTS * width), args.rank or width
     began = time.time()
     means, seconds = moments(clip, items, args.batch_size, args.device, args.workers)
     print(f"{len(items)} images in {time.time() - began:.1f} s; {len(texts)} descriptions, {picks} a head")
-    features, picked = text_features(clip, texts), {}
+    picked = {}
     for k, (mean, second) in enumerate(zip(means.flatten(0, 1), seconds.flatten(0, 1))):
         name = f"L{first_layer + k // clip.heads} H{k % clip.heads}"
         picked[name] = [texts[number] for number in textspan(mean, second, features, picks, rank)]
+    if not any(picked.values()):
+        raise data.InputError(f"--dataset {args.dataset}: its images do not differ")
     concepts = {**{name: (name,) for name in args.attributes}, **CONCEPTS}
     named = concepts_of([text for found in picked.values() for text in found], embed, concepts)
     heads = {}
@@ -288,12 +294,14 @@ def save(file, record, heads, columns):
     """Writes the role map, a line per head, its picture and its page."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(head)}" for name, head in heads.items())
-    text = json.dumps(record, indent=1)[:-2] + f',\n "map": {{\n{lines}\n }}\n}}\n'
-    for path, write in [(file, lambda part: part.write_text(text)), (file.with_suffix(".png"), grid(heads, columns).save),
-                        (file.with_suffix(".md"), lambda part: part.write_text(page(record, heads)))]:
-        part = path.with_name(f"{path.stem}.tmp{path.suffix}")
-        write(part)
-        os.replace(part, path)
+    picture = io.BytesIO()
+    grid(heads, columns).save(picture, "PNG")
+    contents = {".md": page(record, heads).encode(), ".png": picture.getbuffer(),
+                ".json": f'{json.dumps(record, indent=1)[:-2]},\n "map": {{\n{lines}\n }}\n}}\n'.encode()}
+    for suffix, content in contents.items():
+        file.with_suffix(f"{suffix}.tmp").write_bytes(content)
+    for suffix in contents:                               # the map last, once its companions are in place
+        os.replace(file.with_suffix(f"{suffix}.tmp"), file.with_suffix(suffix))
 
 
 COLORS = {"color": "#f4a6a0", "shape": "#a9cbee", "texture": "#b9e0b1", "object": "#f7d98b", "location": "#cdb6e4",
@@ -327,7 +335,7 @@ def page(record, heads):
     """The page: a table of every head with its role, entropy, concepts and texts, in Markdown."""
     rows = [f"| {name} | {head.get('attribute', head['role'])} | {head['entropy']:.2f} | "
             + ", ".join(f"{concept} {count}" for concept, count in head["distribution"].items())
-            + f" | {'; '.join(head['texts'])} |" for name, head in heads.items()]
+            + f" | {'; '.join(head['texts']).replace('|', '/')} |" for name, head in heads.items()]
     return "\n".join([f"# Roles of {record['model']} {record['pretrained'] or ''}".rstrip(), "", record["note"] + ".", "",
                       "| head | role | entropy (bits) | concepts | texts, as picked |", "|---|---|---|---|---|", *rows, ""])
 
@@ -342,23 +350,25 @@ def parse(argv):
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
     add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)} (training images), or any folder of images")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
-    add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
+    add("--split", help="of a data set: a CoOp split file (JSON) to use instead of its own")
     add("--images", type=number(int, 2), help="a random subset of this many; default: all")
     add("--seed", type=number(int, 0), default=1, help="of that subset")
     add("--descriptions", help="a file, one text a line; textspan: the published pool; default: the model's, else ours")
-    add("--texts", type=number(int, 1), help="texts a head; default: 20 for heads 64 wide, in proportion for others")
-    add("--rank", type=number(int, 1), help="singular directions of a head to explain; default: its width")
+    add("--texts", type=number(int, 1, 10**6), help="texts a head; default: 20 for heads 64 wide, in proportion for others")
+    add("--rank", type=number(int, 1, 10**6), help="singular directions of a head to explain; default: its width")
     add("--sbert", default=SBERT, help="a sentence-transformers model or its folder")
     add("--attributes", nargs="+", default=list(dear.ATTRIBUTES), help="concepts whose heads get an attribute token")
     add("--low", type=number(float, 0), default=LOW, help="bits up to which a head has one concept")
     add("--high", type=number(float, 0), default=HIGH, help="bits from which on a head is a generalization head")
-    add("--batch-size", type=number(int, 1), default=32)
+    add("--batch-size", type=number(int, 1, 10**6), default=32)
     add("--workers", type=number(int, 0), default=0, help="processes that decode images")
     add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, help="FILE.json; default: beside the model's weights, or role_maps/")
     args = parser.parse_args(argv)
     if args.low >= args.high:
         parser.error(f"--low {args.low} must be below --high {args.high}")
+    if args.output and args.output.suffix != ".json":
+        parser.error(f"--output {args.output}: give a file name that ends in .json")
     if not (args.pretrained or args.model == "demo" or Path(args.model).is_dir()):
         args.pretrained = "openai"
     return parser, args
@@ -387,7 +397,7 @@ def device(name):
     return name
 
 
-def command(parser, run, args):
+def command(parser, run, args, hint=""):
     """Runs a command: what the user gave wrong becomes one line and exit code 2. For train.py, too."""
     for stream in (sys.stdout, sys.stderr):               # a terminal that cannot show α shows \\u03b1
         stream.reconfigure(errors="backslashreplace")
@@ -401,7 +411,7 @@ def command(parser, run, args):
     except FloatingPointError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: interrupted (train.py --resume goes on from the last epoch)\n")
+        parser.exit(130, f"{parser.prog}: interrupted{hint}\n")
 
 
 def main(argv=None):

@@ -304,23 +304,25 @@ def test_contributions_sum_to_the_feature(clips, images):
     torch.testing.assert_close(roles.contributions(clip, images), heads[:, -4:])
 
 
+def textspan_loop(c, pool, picks, rank):
+    """TEXTSPAN as published, on every image's contributions. c: `[n, E]`, pool: `[M, E]`."""
+    span = torch.linalg.svd(c, full_matrices=False).Vh[:rank]
+    texts, left, found = pool @ span.T @ span, c - c.mean(dim=0), []
+    for _ in range(picks):
+        found.append((left @ texts.T).std(dim=0).argmax().item())
+        u = texts[found[-1]] / texts[found[-1]].norm()
+        left, texts = left - torch.outer(left @ u, u), texts - torch.outer(texts @ u, u)
+    return found
+
+
 def test_textspan_equals_the_image_by_text_loop():
     generator = torch.Generator().manual_seed(0)
     c = torch.randn(50, 6, generator=generator).double() @ torch.randn(6, 12, generator=generator).double() + 1
-    pool = F.normalize(torch.randn(40, 12, generator=generator).double(), dim=1)
+    pool, moments = F.normalize(torch.randn(40, 12, generator=generator).double(), dim=1), (c.mean(dim=0), c.T @ c / 50)
     for picks, rank in ((5, 6), (3, 3)):
-        span = torch.linalg.svd(c, full_matrices=False).Vh[:rank]
-        texts, data_left, expected = pool @ span.T @ span, c - c.mean(dim=0), []
-        for _ in range(picks):
-            best = (data_left @ texts.T).std(dim=0).argmax().item()
-            u = texts[best] / texts[best].norm()
-            expected.append(best)
-            data_left, texts = data_left - torch.outer(data_left @ u, u), texts - torch.outer(texts @ u, u)
-        assert roles.textspan(c.mean(dim=0), c.T @ c / 50, pool, picks, rank) == expected
-    assert len(roles.textspan(c.mean(dim=0), c.T @ c / 50, pool, 20, 6)) == 6              # then nothing is left
-    double = torch.cat([pool, pool])
-    assert roles.textspan(c.mean(dim=0), c.T @ c / 50, double, 5, 6) == roles.textspan(
-        c.mean(dim=0), c.T @ c / 50, pool, 5, 6)                                           # ties: the first
+        assert roles.textspan(*moments, pool, picks, rank) == textspan_loop(c, pool, picks, rank)
+    assert len(roles.textspan(*moments, pool, 20, 6)) == 6                                 # then nothing is left
+    assert roles.textspan(*moments, torch.cat([pool, pool]), 5, 6) == textspan_loop(c, pool, 5, 6)     # ties: the first
 
 
 def test_moments_do_not_depend_on_the_batch_size(clips):
@@ -333,27 +335,29 @@ def test_moments_do_not_depend_on_the_batch_size(clips):
         torch.testing.assert_close(second, torch.einsum("blhe,blhf->lhef", c, c).double() / 5, atol=1e-6, rtol=0)
 
 
+def by_letter(texts):
+    """Stands for SBERT: texts at angles by their first letter, with a little of their length to tell them apart."""
+    angles = torch.tensor([{"a": 0, "b": 60}.get(text[0], 170) for text in texts]).deg2rad()
+    return torch.stack([angles.cos(), angles.sin(), 0.01 * torch.tensor([len(text) for text in texts])], dim=1)
+
+
 def test_concepts_entropy_and_roles_by_hand():
-    """Texts embed by their first letter, with a little of their length to tell them apart."""
-    def embed(texts):
-        return F.normalize(torch.tensor([[float(text[0] == letter) for letter in "abc"] + [0.01 * len(text)]
-                                         for text in texts]), dim=1)
     concepts = {"first": ("a",), "second": ("b",), "third": ("c",)}
-    texts = ["a" * n for n in range(1, 6)] + ["b" * n for n in range(1, 6)] + ["c" * 9]
-    expected = {text: {"a": "first", "b": "second", "c": "third"}[text[0]] for text in texts[:-1]}
-    found = roles.concepts_of(texts, embed, concepts)
-    assert {text: found[text] for text in expected} == expected
-    assert found["c" * 9] in ("first", "second")           # noise goes to a cluster, it is none of its own
-    assert roles.concepts_of(texts[::-1] * 2, embed, concepts) == found
-    assert roles.concepts_of(["b"], embed, concepts) == {"b": "second"}
-    assert roles.concepts_of(["b"] * 30, embed, concepts) == {"b": "second"}
-    assert set(roles.concepts_of(texts[:5], embed, concepts).values()) == {"first"}
+    texts = ["a" * n for n in range(1, 6)] + ["b" * n for n in range(1, 6)] + ["c"]
+    found = roles.concepts_of(texts, by_letter, concepts)
+    assert found == {**{text: {"a": "first", "b": "second"}[text[0]] for text in texts[:-1]}, "c": "second"}   # c: noise
+    assert roles.concepts_of(texts[::-1] * 2, by_letter, concepts) == found
+    assert roles.concepts_of(["b"], by_letter, concepts) == {"b": "second"}
+    assert roles.concepts_of(["b"] * 30, by_letter, concepts) == {"b": "second"}
+    assert roles.concepts_of([], by_letter, concepts) == {}
+    assert set(roles.concepts_of(texts[:5], by_letter, concepts).values()) == {"first"}
     assert roles.concept_entropy(["a"] * 7) == 0 and roles.concept_entropy([]) == 0
     assert roles.concept_entropy(list("aabc")) == pytest.approx(1.5)
     for found, role in [("aaaa", {"role": "attribute", "attribute": "a"}), ("bbbb", {"role": "expert"}),
-                        ("aaab", {"role": "attribute", "attribute": "a"}), ("aabb", {"role": "mixed"}),
-                        ("abcd", {"role": "generalization"}), ("", {"role": "generalization"})]:
-        assert roles.role_of(list(found), ["a"], low=0.9, high=2.0) == role
+                        ("aaab", {"role": "attribute", "attribute": "a"}), ("baab", {"role": "expert"}),
+                        ("aabc", {"role": "mixed"}), ("abcd", {"role": "generalization"}), ("", {"role": "generalization"})]:
+        assert roles.role_of(list(found), ["a"], low=1.0, high=2.0) == role
+    assert roles.role_of(list("aabbc"), ["a"]) == {"role": "generalization"}               # 1.52 bits
 
 
 def test_table_1_gives_the_papers_five_heads():
@@ -374,24 +378,56 @@ def test_table_1_gives_the_papers_five_heads():
         assert roles.concept_entropy(found) <= roles.LOW
 
 
-def test_role_maps_are_computed_read_and_edited(tmp_path, capsys):
-    def compute(name, *flags):
-        roles.main(["--images", "40", "--output", str(tmp_path / name), *flags])
+def test_a_role_map_is_what_its_literal_computation_gives(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(roles, "load_sbert", lambda name: by_letter)
+    pool = ["a boat", "A  boat", "# no text", "", "a striped thing", "blue", "boats", "a house", "a green color", "cups",
+            "crosses", "a dotted pattern", "a white star", "a red thing", "color", "building", "cars", "big circle"]
+    (tmp_path / "pool.txt").write_text("\n".join(pool))
+    flags = (f"--images 40 --seed 5 --texts 4 --rank 9 --low 0.9 --high 1.9 --descriptions {tmp_path / 'pool.txt'} "
+             "--attributes b").split()
+
+    def compute(name, *more):
+        roles.main([*flags, "--output", str(tmp_path / name), *more])
         return (tmp_path / name).read_text()
-    text = compute("a.json")
+    text = compute("v1.0.json")
     assert compute("b.json") == text and compute("c.json", "--batch-size", "7") == text
     clip, file = dear.load_clip("demo"), json.loads(text)
-    assert file["fingerprint"] == clip.fingerprint and len(file["map"]) == 4 * 8
-    for head in file["map"].values():
-        assert head["entropy"] == pytest.approx(roles.concept_entropy(
-            [c for c, count in head["distribution"].items() for _ in range(count)]), abs=1e-3)
-    assert Image.open(tmp_path / "a.png").size[0] > 8 * 50 and "L8 H7" in (tmp_path / "a.md").read_text()
-    file["map"]["L5 H0"]["role"] = "mixed"                 # a person edits a role
-    (tmp_path / "a.json").write_text(json.dumps(file))
-    assert dear.read_roles(tmp_path / "a.json", clip).visible[0, 0].all()
+    texts = [text for text in pool if text not in ("A  boat", "# no text", "")]            # "A  boat" reads as "a boat"
+    features = F.normalize(clip.encode_text(dear.tokenize(clip, texts).ids), dim=1).double()
+    items = random.Random(5).sample(data.load("shapes")[0].train, 40)
+    c = roles.contributions(clip, torch.stack([data.transform(clip, train=False)(item.image) for item in items])).double()
+    assert list(file["map"]) == [f"L{l} H{h}" for l in (5, 6, 7, 8) for h in range(8)]
+    picked = [[texts[k] for k in textspan_loop(c[:, l, h], features, 4, 9)] for l in range(4) for h in range(8)]
+    named = roles.concepts_of(sum(picked, []), by_letter, {"b": ("b",), **roles.CONCEPTS})
+    for head, expected in zip(file["map"].values(), picked):
+        found = [named[text] for text in expected]
+        assert head["texts"] == expected and head["distribution"] == {concept: found.count(concept) for concept in found}
+        assert head["entropy"] == pytest.approx(roles.concept_entropy(found), abs=1e-3)
+        assert {**head, **roles.role_of(found, ["b"], 0.9, 1.9)} == head
+    assert Image.open(tmp_path / "v1.0.png").size[0] > 8 * 50 and "L8 H7" in (tmp_path / "v1.0.md").read_text()
+    assert file["fingerprint"] == clip.fingerprint
+
+    file["map"]["L5 H0"] = {"role": "mixed"}               # a person edits a role
+    (tmp_path / "b.json").write_text(json.dumps(file))
+    assert dear.read_roles(tmp_path / "b.json", clip).visible[0, 0].all()
     clip.fingerprint = "other"
     with pytest.raises(dear.InputError, match="other weights"):
-        dear.read_roles(tmp_path / "a.json", clip)
+        dear.read_roles(tmp_path / "b.json", clip)
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "one").mkdir()
+    picture(tmp_path / "one" / "1.png")
+    for more, message in [(["--attributes", "color", "color"], "different names"), (["--attributes", "mixed"], "none of"),
+                          (["--output", tmp_path / "x.png"], "ends in .json"), (["--dataset", tmp_path / "one"], "differ"),
+                          (["--dataset", tmp_path / "no"], "no folder"), (["--low", 2], "must be below"),
+                          (["--descriptions", tmp_path / "one"], "Is a directory")]:
+        with pytest.raises(SystemExit) as stopped:
+            roles.main([*flags, "--output", str(tmp_path / "b.json"), *map(str, more)])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr(roles.os, "replace", lambda *paths: 1 / 0)                         # cut off before the move
+    with pytest.raises(ZeroDivisionError):
+        compute("b.json")
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
 def test_bundled_role_maps(capsys, monkeypatch):

@@ -65,7 +65,7 @@ def parse(argv):
     add("--lambda-fusion", type=number(float, 0), default=0.1, help="weight of L_fusion")
     # The recipe
     add("--epochs", type=number(int, 1, 1000), help="default: 10; 20 for shapes")
-    add("--batch-size", type=number(int, 1), help="default: 4, as the relatives; 16 for shapes")
+    add("--batch-size", type=number(int, 1, 10**6), help="default: 4, as the relatives; 16 for shapes")
     add("--lr", type=number(float, 0, 1e30), help="default: 1e-3; 5e-3 for shapes")
     add("--weight-decay", type=number(float, 0), default=5e-4)
     # The machine
@@ -407,7 +407,7 @@ def commit():
 
 def main(argv=None):
     parser, args = parse(argv)
-    roles.command(parser, run, args)
+    roles.command(parser, run, args, "; the same command with --resume goes on from the last epoch")
 
 
 if __name__ == "__main__":
