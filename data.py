@@ -263,7 +263,7 @@ class Images(torch.utils.data.Dataset):
         if not isinstance(image, Image.Image):
             try:
                 image = Image.open(image)
-                if image.mode[0] in "IF":                 # 16 bits and more: converted, Pillow would cut them off at 255
+                if image.mode[0] in "IF":                 # 16 bits and more: Pillow would cut them off at 255
                     raise ValueError(f"mode {image.mode}: convert it to 8 bits a channel")
                 image = image.convert("RGB")
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -93,8 +93,9 @@ def read_roles(path, clip):
         raise InputError(f"role map {path} is not a JSON role map ({type(error).__name__}: {error})") from None
     check_attributes(file["attributes"], f"role map {path}")
     if file.get("fingerprint", clip.fingerprint) != clip.fingerprint:
-        raise InputError(f"role map {path} was computed for other weights ({file.get('model')} {file.get('pretrained')}): "
-                         "compute these weights' own with roles.py, or take `fingerprint` out of it to use it all the same")
+        raise InputError(f"role map {path} was computed for other weights ({file.get('model')} "
+                         f"{file.get('pretrained')}): compute these weights' own with roles.py, or take `fingerprint` "
+                         "out of the map to use it all the same")
     first = clip.layers - ADAPTED_LAYERS + 1
     expected = [f"L{layer} H{head}" for layer in range(first, clip.layers + 1) for head in range(clip.heads)]
     missing, extra = [h for h in expected if h not in heads], [h for h in heads if h not in expected]
@@ -277,8 +278,8 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     such as "demo". pretrained: a tag from OpenCLIP's hub, or a file (.pt, .bin, .safetensors, OpenAI's
     TorchScript archive). quick_gelu: the activation; None takes it from the tag (open_clip 3.3.0 only warns there and
     builds GELU for ViT-B-16 + openai), from the archive (OpenAI's is QuickGELU), or from the configuration.
-    Returns a CLIP with `name`, `pretrained`, `folder` (where it brings its weights), `activation_from`, `fingerprint` and
-    its preprocessing (`mean`, `std`, `squash`). Errors: InputError.
+    Returns a CLIP with `name`, `pretrained`, `folder` (where it brings its weights), `activation_from`, `fingerprint`
+    and its preprocessing (`mean`, `std`, `squash`). Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
     folder = DEMO if model == "demo" else Path(model)

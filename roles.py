@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import time
 import urllib.request
@@ -195,8 +196,8 @@ def concepts_of(texts, embed, concepts=CONCEPTS):
     """Sorts texts into named concepts: {text: concept}. concepts: {name: prompts}.
 
     HDBSCAN on the embeddings; a cluster is named by the concept with the prompt nearest to its centroid, and a text
-    that HDBSCAN calls noise goes to the nearest centroid. Where there are fewer texts than two clusters need, or nothing
-    but noise, each text is named on its own. Neither order nor repetition of texts matters.
+    that HDBSCAN calls noise goes to the nearest centroid. Where there are fewer texts than two clusters need, or
+    nothing but noise, each text is named on its own. Neither order nor repetition of texts matters.
     """
     import hdbscan
     texts = sorted(set(texts))
@@ -278,15 +279,21 @@ def run(args):
     record = {"note": f"computed by roles.py from {len(items)} images of {args.dataset}", "model": clip.name,
               "pretrained": clip.pretrained, "quick_gelu": clip.quick_gelu, "fingerprint": clip.fingerprint,
               "layers": [first_layer, clip.layers], "heads": clip.heads, "attributes": args.attributes,
-              "thresholds": {"low": args.low, "high": args.high}, "rank": rank, "sbert": args.sbert, "pool": pool,
+              "thresholds": {"low": args.low, "high": args.high}, "texts": picks, "rank": rank, "sbert": args.sbert,
+              "pool": pool,
               "images": {"dataset": args.dataset, "count": len(items), "seed": args.seed}}
-    file = args.output or map_path(clip)
-    save(file, record, heads, clip.heads)
     counts = Counter(head.get("attribute", head["role"]) for head in heads.values())
     print("  ".join(f"{role} {count}" for role, count in counts.most_common()))
-    for attribute in args.attributes:
-        if not counts[attribute]:
-            print(f"no head's role is {attribute}: raise --low, or leave it out of --attributes")
+    spread = statistics.quantiles((head["entropy"] for head in heads.values()), n=4, method="inclusive")
+    print("entropy: a quarter of the heads up to {:.2f} bits, half {:.2f}, three quarters {:.2f}".format(*spread))
+    unseen = [attribute for attribute in args.attributes if not counts[attribute]]
+    if unseen and not counts["mixed"]:
+        raise data.InputError(f"no head may see {', '.join(unseen)}, so no map is written: move --low and --high to "
+                              "where the entropies are (above), or leave it out of --attributes")
+    for attribute in unseen:
+        print(f"only mixed heads see {attribute}: a higher --low gives it heads of its own, if any are near")
+    file = args.output or map_path(clip)
+    save(file, record, heads, clip.heads)
     print(f"role map {file}, its picture {file.with_suffix('.png').name} and texts {file.with_suffix('.md').name}")
 
 
@@ -310,7 +317,7 @@ OTHER_COLOR = "#9fded8"                                   # of any other attribu
 
 
 def grid(heads, columns, cell=(76, 44)):
-    """The picture: a row per layer, the last one on top, a column per head; coloured by role, entropy in bits inside."""
+    """The picture: a row per layer, the last on top, a column per head; coloured by role, entropy in bits inside."""
     w, h = cell
     names = list(heads)
     rows = len(names) // columns
@@ -336,14 +343,16 @@ def page(record, heads):
     rows = [f"| {name} | {head.get('attribute', head['role'])} | {head['entropy']:.2f} | "
             + ", ".join(f"{concept} {count}" for concept, count in head["distribution"].items())
             + f" | {'; '.join(head['texts']).replace('|', '/')} |" for name, head in heads.items()]
-    return "\n".join([f"# Roles of {record['model']} {record['pretrained'] or ''}".rstrip(), "", record["note"] + ".", "",
-                      "| head | role | entropy (bits) | concepts | texts, as picked |", "|---|---|---|---|---|", *rows, ""])
+    title = f"# Roles of {record['model']} {record['pretrained'] or ''}".rstrip()
+    return "\n".join([title, "", record["note"] + ".", "", "| head | role | entropy (bits) | concepts | texts, as picked |",
+                      "|---|---|---|---|---|", *rows, ""])
 
 
 # -------------------------------------------------------------------------------------------------------- command line
 
 def parse(argv):
-    parser = argparse.ArgumentParser("roles.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("roles.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", "--backbone", default="demo", help="OpenCLIP's name, or a folder in its format; default: the demo's")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
@@ -354,7 +363,7 @@ def parse(argv):
     add("--images", type=number(int, 2), help="a random subset of this many; default: all")
     add("--seed", type=number(int, 0), default=1, help="of that subset")
     add("--descriptions", help="a file, one text a line; textspan: the published pool; default: the model's, else ours")
-    add("--texts", type=number(int, 1, 10**6), help="texts a head; default: 20 for heads 64 wide, in proportion for others")
+    add("--texts", type=number(int, 1, 10**6), help="texts a head; default: 20 for heads 64 wide, else in proportion")
     add("--rank", type=number(int, 1, 10**6), help="singular directions of a head to explain; default: its width")
     add("--sbert", default=SBERT, help="a sentence-transformers model or its folder")
     add("--attributes", nargs="+", default=list(dear.ATTRIBUTES), help="concepts whose heads get an attribute token")

@@ -43,7 +43,8 @@ EVAL_BATCH = 100
 
 def parse(argv):
     """The flags. What has no default here gets one from RECIPE, SHAPES, the data set or the machine."""
-    parser = argparse.ArgumentParser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("train.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # What to learn from
     add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one folder per class")
@@ -71,7 +72,7 @@ def parse(argv):
     # The machine
     add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the step, with flex_attention; default: on CUDA")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile and flex_attention; default: on CUDA")
     add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
     add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
     add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
@@ -175,7 +176,7 @@ def accuracy(args, clip, items, logits):
                                "testing", leave=False, disable=None):
         for branch, value in logits(images.to(args.device)).items():
             if not value.isfinite().all():
-                raise FloatingPointError(f"the logits of {branch} are not finite: try --precision fp32, or a lower --lr")
+                raise FloatingPointError(f"the logits of {branch} are not finite: try a lower --lr, or --precision fp32")
             right[branch] = right.get(branch, 0) + (value.argmax(dim=1).cpu() == labels).sum().item()
     return {branch: 100 * count / len(items) for branch, count in right.items()}
 
@@ -242,8 +243,8 @@ def check_earlier(args, settings):
             raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
         same(args, file, earlier, settings)
         if others:
-            raise data.InputError(f"{file} also holds seed {min(others)}: name it, too, with --resume, which keeps what is "
-                                  "trained; or give another --output-dir")
+            raise data.InputError(f"{file} also holds seed {min(others)}: name it, too, with --resume, which keeps what "
+                                  "is trained; or give another --output-dir")
 
 
 def same(args, file, earlier, settings):
@@ -262,11 +263,12 @@ def choose_roles(args, clip):
         return dear.uniform_roles(args.roles, clip)
     if args.roles or roles.map_path(clip).is_file():
         return dear.read_roles(args.roles or roles.map_path(clip), clip)
-    compute = (f"python roles.py --model {clip.name} --pretrained {clip.pretrained}"
-               f"{' --quick-gelu' if args.quick_gelu else ''} --dataset path/to/images")
+    weights = f" --pretrained {clip.pretrained}" if clip.pretrained else ""
+    activation = " --quick-gelu" if args.quick_gelu else ""
+    compute = f"python roles.py --model {clip.name}{weights}{activation} --dataset path/to/images"
     if (clip.layers, clip.heads) != (12, 12):             # the paper publishes heads of ViT-B/16 only
-        raise data.InputError(f"no role map for {clip.name} {clip.pretrained or ''}: {compute} computes one; or give "
-                              "--roles FILE, or --roles mixed to mask nothing")
+        raise data.InputError(f"no role map for {clip.name}{weights}: {compute} computes one; or give --roles FILE, or "
+                              "--roles mixed to mask nothing")
     print(f"no role map computed for these weights, taking the paper's published heads; {compute} computes one")
     return dear.read_roles(roles.PUBLISHED, clip)
 
