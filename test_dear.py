@@ -443,7 +443,7 @@ def test_bundled_role_maps(capsys, monkeypatch):
     args = SimpleNamespace(roles=None, quick_gelu=None)
     visible = train.choose_roles(args, vit).visible        # (layer - 9, head, attribute)
     assert "python roles.py --model ViT-B-16 --pretrained tag" in capsys.readouterr().out
-    with pytest.raises(data.InputError, match="no role map for ViT-L-14 tag"):
+    with pytest.raises(data.InputError, match="no role map for ViT-L-14 --pretrained tag: python roles.py"):
         train.choose_roles(args, SimpleNamespace(**{**vars(vit), "name": "ViT-L-14", "layers": 24}))
     assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
     texts, _ = roles.read_pool(vit, None)
