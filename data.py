@@ -152,18 +152,24 @@ COOP_SPLITS_URL = ("https://raw.githubusercontent.com/linzhiqiu/cross_modal_adap
                    "ac9077ee4e422f768c9b9109551468605e33ec9a/splits/")
 
 
+def download(url, sha256, instead):
+    """A published file's bytes. Errors: OSError without a network; InputError, which says what to do `instead`."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        content = answer.read()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"{url} is not the file it was (sha256); {instead}")
+    return content
+
+
 def coop_split(folder, name):
     """CoOp's split file beside the images, downloaded and checked if it is not there. None if it cannot be had."""
     file = folder / name
     if not file.exists():
         try:
-            with urllib.request.urlopen(COOP_SPLITS_URL + name, timeout=30) as answer:
-                content = answer.read()
+            content = download(COOP_SPLITS_URL + name, COOP_SPLITS[name], f"put a copy in {folder}")
         except OSError as error:
             print(f"cannot download CoOp's split {name} ({error}); put it in {folder} for comparable numbers")
             return None
-        if hashlib.sha256(content).hexdigest() != COOP_SPLITS[name]:
-            raise InputError(f"{COOP_SPLITS_URL}{name} is not the file it was (sha256); put a copy in {folder}")
         part = file.with_suffix(".part")
         part.write_bytes(content)
         os.replace(part, file)
@@ -173,10 +179,9 @@ def coop_split(folder, name):
 def read_split(file, images):
     """CoOp's split format: {"train": [[path under `images`, label, class name], ...], "val": ..., "test": ...}."""
     try:
-        parts = {part: json.loads(file.read_text(encoding="utf-8"))[part] for part in ("train", "val", "test")}
-        names, items = {}, {part: [] for part in parts}
-        for part, rows in parts.items():
-            for path, label, name in rows:
+        split, names, items = json.loads(file.read_text(encoding="utf-8")), {}, {"train": [], "val": [], "test": []}
+        for part in items:
+            for path, label, name in split[part]:
                 if type(label) is not int or names.setdefault(label, str(name)) != str(name):
                     raise ValueError(f"{path} has the label {label} and the class {name}")
                 items[part].append(Item(images / path, label))

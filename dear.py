@@ -65,10 +65,10 @@ def role_row(role, attributes):
     return [role == "mixed" or role == attribute for attribute in attributes]
 
 
-def uniform_roles(role, clip, attributes=ATTRIBUTES):
+def uniform_roles(role, clip):
     """Every head of layers J..L in the same role: "mixed" is plain insertion, "generalization" shuts the tokens out."""
-    rows = [[role_row(role, attributes)] * clip.heads] * ADAPTED_LAYERS
-    return Roles(tuple(attributes), torch.tensor(rows, dtype=torch.bool), f"every head {role}")
+    rows = [[role_row(role, ATTRIBUTES)] * clip.heads] * ADAPTED_LAYERS
+    return Roles(ATTRIBUTES, torch.tensor(rows, dtype=torch.bool), f"every head {role}")
 
 
 def check_attributes(attributes, where):
@@ -282,8 +282,8 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
     and its preprocessing (`mean`, `std`, `squash`). Errors: InputError.
     """
     model, pretrained = str(model), pretrained and str(pretrained)
-    folder = DEMO if model == "demo" else Path(model)
-    if folder.is_dir():
+    folder = weights_folder(model)
+    if folder:
         if pretrained:
             raise InputError(f"--pretrained {pretrained}: {model} brings its own weights; leave it out")
         config, tag, path = read_folder(folder)
@@ -307,7 +307,7 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
         raise InputError(f"--model {model}: DeAR adapts the last {ADAPTED_LAYERS} layers of each tower and needs more")
     clip.load_state_dict(read_weights(path, scripted, clip), assign=True)
     clip.name, clip.pretrained, clip.activation_from = model, pretrained, activation_from
-    clip.folder = folder if folder.is_dir() else None
+    clip.folder = folder
     clip.mean = tuple(tag.get("mean") or open_clip.OPENAI_DATASET_MEAN)                # a few LAION tags have others
     clip.std = tuple(tag.get("std") or open_clip.OPENAI_DATASET_STD)
     mode, interpolation = tag.get("resize_mode", "shortest"), tag.get("interpolation", "bicubic")
@@ -316,6 +316,12 @@ def load_clip(model="ViT-B-16", pretrained=None, quick_gelu=None, device="cpu"):
         raise InputError(f"--model {model}: this preprocessing is not supported: {tag}")
     clip.fingerprint = fingerprint(clip)
     return clip.requires_grad_(False).eval().to(device)
+
+
+def weights_folder(model):
+    """Where a model brings its own weights; None for a name of OpenCLIP's, which needs a tag or a file."""
+    folder = DEMO if model == "demo" else Path(model)
+    return folder if os.path.isdir(folder) else None             # Path.is_dir raises where a name is too long
 
 
 def fingerprint(clip):

@@ -19,7 +19,6 @@ import random
 import statistics
 import sys
 import time
-import urllib.request
 from collections import Counter
 from importlib import resources
 from pathlib import Path
@@ -143,7 +142,8 @@ def read_pool(clip, name):
     places = [folder / "descriptions.txt" for folder in (clip.folder, Path(__file__).resolve().parent) if folder]
     file = Path(name) if name else next(place for place in places if place.is_file())
     try:
-        content = download_pool() if name == "textspan" else file.read_bytes()
+        content = (data.download(TEXTSPAN_POOL, TEXTSPAN_SHA256, "give a copy with --descriptions FILE")
+                   if name == "textspan" else file.read_bytes())
         lines = [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise data.InputError(f"--descriptions {name or file}: {error}") from None
@@ -153,14 +153,6 @@ def read_pool(clip, name):
     tokenizer = open_clip.SimpleTokenizer()
     texts = list({tuple(tokenizer.encode(text)): text for text in reversed(texts)}.values())[::-1]
     return texts, {"file": name or file.name, "sha256": hashlib.sha256(content).hexdigest(), "texts": len(texts)}
-
-
-def download_pool():
-    with urllib.request.urlopen(TEXTSPAN_POOL, timeout=30) as answer:
-        content = answer.read()
-    if hashlib.sha256(content).hexdigest() != TEXTSPAN_SHA256:
-        raise data.InputError(f"{TEXTSPAN_POOL} is not the file it was (sha256)")
-    return content
 
 
 @torch.no_grad()
@@ -378,8 +370,7 @@ def parse(argv):
         parser.error(f"--low {args.low} must be below --high {args.high}")
     if args.output and args.output.suffix != ".json":
         parser.error(f"--output {args.output}: give a file name that ends in .json")
-    if not (args.pretrained or args.model == "demo" or Path(args.model).is_dir()):
-        args.pretrained = "openai"
+    args.pretrained = args.pretrained or (None if dear.weights_folder(args.model) else "openai")
     return parser, args
 
 

@@ -191,7 +191,7 @@ def task(train=16, test=20, seed=7):
             classes += half
     names = [f"{FACTORS['texture'][t]} {FACTORS['color'][c]} {FACTORS['object'][o]}" for t, c, o in classes]
     parts = []
-    for number, per_class in ((0, train), (2, test)):
+    for number, per_class in ((0, train), (2, test)):     # numbers that seed them: others would be other images
         generator = torch.Generator().manual_seed(10 * seed + number)
         labels = torch.arange(48).repeat_interleave(per_class)
         texture, color, thing = torch.tensor(classes)[labels].unbind(dim=1)

@@ -425,6 +425,7 @@ def test_a_role_map_is_what_its_literal_computation_gives(tmp_path, monkeypatch,
                           (["--output", tmp_path / "x.png"], "ends in .json"), (["--dataset", tmp_path / "one"], "differ"),
                           (["--dataset", tmp_path / "no"], "no folder"), (["--low", 2], "must be below"),
                           (["--low", 0, "--high", 0.01], "no head may see b, so no map is written"),
+                          (["--model", "a" * 300], "neither a folder nor a configuration"),
                           (["--descriptions", tmp_path / "one"], "Is a directory")]:
         with pytest.raises(SystemExit) as stopped:
             roles.main([*flags, "--output", str(tmp_path / "b.json"), *map(str, more)])
@@ -448,7 +449,7 @@ def test_bundled_role_maps(capsys, monkeypatch):
     assert visible.nonzero().tolist() == [[2, 5, 2], [3, 0, 4], [3, 5, 1], [3, 7, 3], [3, 10, 0]]
     texts, _ = roles.read_pool(vit, None)
     assert len(texts) >= 600 and len({text.lower() for text in texts}) == len(texts)
-    monkeypatch.setattr(roles.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"a text"))
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"a text"))
     with pytest.raises(data.InputError, match="is not the file it was"):
         roles.read_pool(vit, "textspan")
 

@@ -74,7 +74,7 @@ def parse(argv):
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile and flex_attention; default: on CUDA")
     add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
-    add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots")
+    add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots and what is not default")
     add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
     add("--eval-only", action="store_true", help="test the checkpoints in --output-dir, trained with these flags")
     args = parser.parse_args(argv)
@@ -88,8 +88,7 @@ def parse(argv):
     for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    brings_weights = args.model == "demo" or os.path.isdir(args.model)
-    args.pretrained = args.pretrained or (None if brings_weights else "openai")
+    args.pretrained = args.pretrained or (None if dear.weights_folder(args.model) else "openai")
     model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
     args.output_dir = args.output_dir or Path("output", Path(args.dataset).resolve().name, model, folder)
     return parser, args
