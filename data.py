@@ -13,14 +13,19 @@ import json
 import math
 import os
 import random
+import re
 import urllib.request
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+import open_clip
+import scipy.io
 import torch
 import torchvision
 from PIL import Image
+from timm.data import ImageNetInfo
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
@@ -39,71 +44,288 @@ class Item(NamedTuple):
 class Data(NamedTuple):
     """A data set with its split. classes: names by label (labels are ids: names may repeat)."""
     classes: list
-    train: list
+    train: list                                           # empty for the targets of domain generalization
     val: list
     test: list
     split: str                                            # where the split comes from, for the record
 
 
 class Source(NamedTuple):
-    read: Callable                                        # (root, split file or None) -> Data
+    """A row of DATASETS."""
+    folders: tuple                                        # below --data-root: CoOp's, then where torchvision puts it
+    images: str                                           # the folder in it that a split's paths start from
+    sizes: tuple                                          # classes, training, validation and test images
     template: str                                         # CoOp's hand-written prompt
     lambda_reg: float                                     # MMRL's published weight, the nearest relative's
+    obtain: str                                           # the class of torchvision that downloads it, or what to do
+    read: Callable                                        # (folder, images) -> Data
 
 
 def load(name, root="data", split=None):
-    """Reads a data set. name: a row of DATASETS or a folder. split: a CoOp split file to use instead of the usual one.
-
-    Returns Data, its template and its λ_reg. Errors: InputError, before anything is decoded.
+    """Reads a data set. name: "shapes", a row of DATASETS or a folder. split: a CoOp split file to use instead of the
+    usual one. Returns Data, its template and its λ_reg. Errors: InputError, before anything is decoded.
     """
-    source = DATASETS.get(name) or Source(lambda root, split: read_own(Path(name), split), "a photo of a {}.", 1.0)
-    data = source.read(Path(root), split)
+    source, own = DATASETS.get(name), ("a photo of a {}.", 1.0)
+    if source:
+        return read_known(name, source, Path(root), split), source.template, source.lambda_reg
+    data = read_shapes(split) if name == "shapes" else read_own(Path(name), split)
     for part in ("train", "test"):
         empty = set(range(len(data.classes))) - {item.label for item in getattr(data, part)}
         if empty:
             raise InputError(f"--dataset {name}: no {part} image of the class {data.classes[min(empty)]!r}; "
                              "every class needs both")
-    return data, source.template, source.lambda_reg
+    return data, *own
+
+
+def read_known(name, source, root, split):
+    """A row of DATASETS: found or downloaded, its split read and its files counted."""
+    places = [root / folder for folder in source.folders]
+    folder = next((place for place in places if (place / source.images).is_dir()), None)
+    if folder is None and source.obtain in dir(torchvision.datasets):
+        print(f"{name} is not in {places[0] / source.images}; downloading it through torchvision", flush=True)
+        try:
+            getattr(torchvision.datasets, source.obtain)(str(root), download=True)
+            folder = places[-1]
+        except Exception as error:                        # urllib, tarfile and checksums each fail in their own way
+            print(f"the download failed ({error})")
+    if folder is None:
+        there = next((place for place in (places[0], root) if place.is_dir()), None)
+        found = f"{there} holds {listing(there)}" if there else f"there is no folder {root}"
+        how = (BY_HAND.format(f"where torchvision.datasets.{source.obtain} downloads them")
+               if source.obtain in dir(torchvision.datasets) else source.obtain)
+        raise InputError(f"--dataset {name}: no images in {places[0] / source.images} ({found}); expected "
+                         f"{sum(source.sizes[1:])} images of {source.sizes[0]} classes there: {how}")
+    images = folder / source.images
+    file = Path(split) if split else next(iter(sorted(folder.glob("split_zhou_*.json"))), None)
+    try:
+        data = read_split(file, images) if file else source.read(folder, images)
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"--dataset {name}: {error.strerror}: {error.filename}; {folder} holds {listing(folder)}; "
+                         f"expected the official annotation files there: {source.obtain}") from None
+    except Exception as error:                            # scipy's and our own, whatever the bytes make them raise
+        raise InputError(f"--dataset {name}: the annotation files in {folder} are not the official ones "
+                         f"({type(error).__name__}: {error})") from None
+    found = (len(data.classes), len(data.train), len(data.val), len(data.test))
+    if not split and found != source.sizes:
+        what = ("{} classes, {} training, {} validation and {} test images".format(*counts)
+                for counts in (found, source.sizes))
+        raise InputError(f"--dataset {name}: {folder} ({data.split}) gives {next(what)}; expected {next(what)}. "
+                         "Complete it, or name a split of your own with --split FILE")
+    return data
+
+
+def listing(folder, most=5):
+    names = sorted(os.listdir(folder))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "nothing"
+
+
+def assemble(images, train, val, test, split):
+    """Data from lists of (path under `images`, label, class name), checked: labels, names, and every file."""
+    names, parts = {}, []
+    for part in (train, val, test):
+        parts.append([])
+        for path, label, name in part:
+            if type(label) is not int or names.setdefault(label, str(name)) != str(name):
+                raise InputError(f"{split}: {path} has the label {label} and the class {name}")
+            parts[-1].append(Item(images / path, label))
+    if sorted(names) != list(range(len(names))):
+        raise InputError(f"{split}: labels must run from 0 without gaps, found {sorted(names)[:5]} ...")
+    paths = [item.image for part in parts for item in part]
+    if len(set(paths)) < len(paths):
+        raise InputError(f"{split} names {Counter(paths).most_common(1)[0][0]} more than once")
+    # one listing per folder: thousands of `exists` are slow on a network disk
+    present = {folder / name for folder in {path.parent for path in paths} if folder.is_dir()
+               for name in os.listdir(folder)}
+    missing = [path for path in paths if path not in present]
+    if missing:
+        raise InputError(f"{len(missing)} of the {len(paths)} images of {split} are missing, "
+                         f"such as {', '.join(map(str, missing[:3]))}; looked in {images}")
+    return Data([names[label] for label in sorted(names)], *parts, split)
+
+
+# --------------------------------------------------------------------------------------------- splits made from lists
+
+REGENERATED = "CoOp's, made again from the official lists"
+OFFICIAL = "official"
+
+
+def by_label(items):
+    """{label: its items}, both in the order of the list. Items: (image, label, ...)."""
+    groups = {}
+    for item in items:
+        groups.setdefault(item[1], []).append(item)
+    return groups
+
+
+def carve(trainval):
+    """CoOp's train and val of an official training list: each class shuffled with seed 1, the first fifth is val."""
+    rng, train, val = random.Random(1), [], []
+    for group in by_label(trainval).values():
+        rng.shuffle(group)
+        n = round(0.2 * len(group))
+        val, train = val + group[:n], train + group[n:]
+    return train, val
+
+
+def shares(items, train=0.5, val=0.2):
+    """CoOp's train, val and test of one list: 50, 20 and 30 % of each class, shuffled with seed 1."""
+    rng, parts = random.Random(1), ([], [], [])
+    for group in by_label(items).values():
+        rng.shuffle(group)
+        a = round(train * len(group))
+        b = a + round(val * len(group))
+        for part, chosen in zip(parts, (group[:a], group[a:b], group[b:])):
+            part += chosen
+    return parts
 
 
 # ------------------------------------------------------------------------------------------------------------ readers
 
-def read_shapes(root, split):
+def loadmat(file):
+    return scipy.io.loadmat(file, simplify_cells=True)
+
+
+def lines(file):
+    return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def read_pets(folder, images):
+    def read(name):                                       # "Abyssinian_100 1 1 1": image, class, species, breed
+        for image, label, *_ in map(str.split, lines(folder / "annotations" / name)):
+            yield f"{image}.jpg", int(label) - 1, image.rpartition("_")[0].lower()
+    return assemble(images, *carve(read("trainval.txt")), read("test.txt"), REGENERATED)
+
+
+def read_cars(folder, images):
+    names = [str(name).split() for name in loadmat(folder / "devkit" / "cars_meta.mat")["class_names"]]
+
+    def read(file, part):                                 # "Audi TTS Coupe 2012" becomes "2012 Audi TTS Coupe"
+        for car in loadmat(file)["annotations"]:
+            *rest, year = names[car["class"] - 1]
+            yield f"{part}/{car['fname']}", int(car["class"]) - 1, " ".join([year, *rest])
+    return assemble(images, *carve(read(folder / "devkit" / "cars_train_annos.mat", "cars_train")),
+                    read(folder / "cars_test_annos_withlabels.mat", "cars_test"), REGENERATED)
+
+
+def read_flowers(folder, images):
+    names = [name.rstrip("?") for name in torchvision.datasets.Flowers102.classes]     # then CoOp's cat_to_name.json
+    labels = (loadmat(folder / "imagelabels.mat")["labels"] - 1).tolist()
+    return assemble(images, *shares([(f"image_{i:05}.jpg", label, names[label]) for i, label in enumerate(labels, 1)]),
+                    REGENERATED)
+
+
+def read_aircraft(folder, images):
+    label = {name: label for label, name in enumerate(lines(folder / "variants.txt"))}
+
+    def read(part):                                       # "1025794 707-320": image, class
+        for image, name in (line.split(maxsplit=1) for line in lines(folder / f"images_variant_{part}.txt")):
+            yield f"{image}.jpg", label[name], name
+    return assemble(images, read("train"), read("val"), read("test"), OFFICIAL)
+
+
+def read_sun397(folder, images):
+    label = {name: label for label, name in enumerate(lines(folder / "ClassName.txt"))}
+
+    def read(file):                                       # "/a/apartment_building/outdoor/sun_aaa.jpg"
+        for line in lines(folder / file):
+            place = line.rpartition("/")[0]
+            yield line[1:], label[place], " ".join(place.split("/")[:1:-1])            # "outdoor apartment_building"
+    return assemble(images, *carve(read("Training_01.txt")), read("Testing_01.txt"), REGENERATED)
+
+
+def read_ucf101(folder, images):
+    lists = folder / "ucfTrainTestlist"
+    label = {name: int(number) - 1 for number, name in map(str.split, lines(lists / "classInd.txt"))}
+
+    def read(file):                                       # "ApplyEyeMakeup/v_ApplyEyeMakeup_g08_c01.avi 1"
+        for line in lines(lists / file):
+            action, video = line.split()[0].split("/")
+            name = "_".join(re.findall("[A-Z][^A-Z]*", action))
+            yield f"{name}/{Path(video).stem}.jpg", label[action], name                # each video's middle frame
+    return assemble(images, *carve(read("trainlist01.txt")), read("testlist01.txt"), REGENERATED)
+
+
+RENAMED = {"airplanes": "airplane", "Faces": "face", "Leopards": "leopard", "Motorbikes": "motorbike",
+           "AnnualCrop": "Annual Crop Land", "HerbaceousVegetation": "Herbaceous Vegetation Land",
+           "Highway": "Highway or Road", "Industrial": "Industrial Buildings", "Pasture": "Pasture Land",
+           "PermanentCrop": "Permanent Crop Land", "Residential": "Residential Buildings", "SeaLake": "Sea or Lake"}
+DROPPED = ("BACKGROUND_Google", "Faces_easy")             # CoOp's classes of Caltech101 and EuroSAT
+SPLITS_URL = ("https://raw.githubusercontent.com/linzhiqiu/cross_modal_adaptation/"
+              "ac9077ee4e422f768c9b9109551468605e33ec9a/splits/")
+
+
+def published(name, sha256):
+    """The reader of a data set whose split depends on the machine that made it: CoOp's file, downloaded and checked;
+    the last resort is a split of our own, announced."""
+    def read(folder, images):
+        try:
+            content = sha256 and download(SPLITS_URL + name, sha256, f"put a copy in {folder}")
+        except OSError as error:
+            content = print(f"cannot download CoOp's split {name} ({error})")
+        if content:
+            part = folder / f"{name}.part"
+            part.write_bytes(content)
+            os.replace(part, folder / name)
+            return read_split(folder / name, images)
+        print(f"put CoOp's {name} in {folder} for numbers that compare")
+        found = class_folders(images)
+        return seeded({RENAMED.get(key, key): found[key] for key in found if key not in DROPPED},
+                      "seeded (not CoOp's)")
+    return read
+
+
+def imagenet_classes(folder, keys):
+    """Items of class folders named by WordNet ids, or by V2's integers, and the classes' names. keys: all, if known."""
+    found, wnids = class_folders(folder), ImageNetInfo().label_names()
+    names = {**dict(zip(wnids, open_clip.IMAGENET_CLASSNAMES)),                        # equal to CoOp's classnames.txt
+             **{str(label): name for label, name in enumerate(open_clip.IMAGENET_CLASSNAMES)}}
+    missing, extra = [[key for key in one if key not in other] for one, other in
+                      ((keys or (), found), (found, keys or wnids))]
+    if missing or extra:
+        raise InputError(f"{folder} holds {len(found)} class folders: {len(missing)} are missing ({listed(missing)}) "
+                         f"and {len(extra)} are no class of ImageNet ({listed(extra)})")
+    keys = keys or list(found)
+    return [Item(path, label) for label, key in enumerate(keys) for path in found[key]], [names[key] for key in keys]
+
+
+def listed(names, most=3):
+    return ", ".join(map(str, names[:most])) or "none"
+
+
+def read_imagenet(folder, images):
+    (train, names), (test, _) = [imagenet_classes(images / part, ImageNetInfo().label_names())
+                                 for part in ("train", "val")]
+    return Data(names, train, [], test, "official, val as test")
+
+
+def read_variant(folder, images, keys=ImageNetInfo().label_names):
+    """A test set of domain generalization: of all classes, or of those of ImageNet that have a folder."""
+    test, names = imagenet_classes(images, keys and keys())
+    return Data(names, [], [], test, OFFICIAL)
+
+
+def read_shapes(split):
     """The bundled demo: compositions such as "striped blue boat", rendered from a seed (see shapes.py)."""
     if split:
         raise InputError(f"--split {split}: the demo's images are rendered and take no split file")
     classes, *parts = shapes.task()
-    train, test = [[Item(Image.fromarray(image), label) for image, label in part] for part in parts]
-    return Data(classes, train, [], test, "rendered")
-
-
-def read_dtd(root, split):
-    """DTD (Cimpoi et al., CVPR 2014): found in CoOp's or torchvision's place, or downloaded through torchvision."""
-    places = [root / "dtd", root / "dtd" / "dtd", root]   # torchvision nests one deeper; root may be DTD's own folder
-    folder = next((place for place in places if (place / "images").is_dir()), None)
-    if folder is None:
-        print(f"DTD is not in {places[0]}; downloading it through torchvision (600 MB)")
-        try:
-            torchvision.datasets.DTD(str(root), download=True)
-        except Exception as error:                        # urllib, tarfile and checksums each fail in their own way
-            raise InputError(f"no DTD images: looked for {places[0] / 'images'}/<class>/*.jpg, and the download failed "
-                             f"({error}); unpack robots.ox.ac.uk/~vgg/data/dtd's dtd-r1.0.1.tar.gz in {root}") from None
-        folder = places[1]
-    file = Path(split) if split else coop_split(folder, "split_zhou_DescribableTextures.json")
-    if file is None:
-        return seeded_split(folder / "images", 0.5, 0.2, "seeded (not CoOp's)")
-    return read_split(file, folder / "images")
+    items = [[Item(Image.fromarray(image), label) for image, label, _ in part] for part in parts]
+    for item, (*_, scene) in zip(sum(items, []), sum(parts, [])):
+        item.image.info["scene"] = scene                  # what is drawn, for retrieval by attribute
+    return Data(classes, items[0], [], items[1], "rendered")
 
 
 def read_own(folder, split):
     """A folder of class folders, or of train/ and test/ (or val/) with class folders in each."""
     if not folder.is_dir():
-        raise InputError(f"--dataset {folder}: neither a folder nor one of {', '.join(DATASETS)}")
+        raise InputError(f"--dataset {folder}: neither a folder nor one of shapes, {', '.join(DATASETS)}")
     if split:
         return read_split(Path(split), folder)
     test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
     if not (folder / "train").is_dir() or test is None:
-        return seeded_split(folder, 0.5, 0, "a seeded half for training, the other for testing")
+        return seeded(class_folders(folder), "a seeded half for training, the other for testing", 0.5, 0)
     found = class_folders(folder / "train"), class_folders(test)
     classes, other = list(found[0]), sorted(found[0].keys() ^ found[1].keys())
     if other:
@@ -132,24 +354,11 @@ def class_folders(folder):
     return found
 
 
-def seeded_split(folder, train, val, name):
-    """A split of our own of class folders that come with none: these shares of each class, drawn with seed 1."""
-    rng, parts = random.Random(1), ([], [], [])
-    found = class_folders(folder)
-    for label, paths in enumerate(found.values()):
-        rng.shuffle(paths)
-        a, b = round(train * len(paths)), round((train + val) * len(paths))
-        for part, chosen in zip(parts, (paths[:a], paths[a:b], paths[b:])):
-            part += [Item(path, label) for path in chosen]
+def seeded(found, name, *parts):
+    """A split of our own, announced, of {class name: images} that come with none."""
     print(f"split: {name}")
-    return Data(list(found), *parts, name)
-
-
-COOP_SPLITS = {                                           # name: sha256, at the pinned commit of a public repository
-    "split_zhou_DescribableTextures.json": "f26ebeccd2b58e68d70f07a0dc39fe49bf7b69024bac34396b954dfd87969c38",
-}
-COOP_SPLITS_URL = ("https://raw.githubusercontent.com/linzhiqiu/cross_modal_adaptation/"
-                   "ac9077ee4e422f768c9b9109551468605e33ec9a/splits/")
+    items = [Item(path, label) for label, paths in enumerate(found.values()) for path in paths]
+    return Data(list(found), *shares(items, *parts), name)
 
 
 def download(url, sha256, instead):
@@ -161,54 +370,63 @@ def download(url, sha256, instead):
     return content
 
 
-def coop_split(folder, name):
-    """CoOp's split file beside the images, downloaded and checked if it is not there. None if it cannot be had."""
-    file = folder / name
-    if not file.exists():
-        try:
-            content = download(COOP_SPLITS_URL + name, COOP_SPLITS[name], f"put a copy in {folder}")
-        except OSError as error:
-            print(f"cannot download CoOp's split {name} ({error}); put it in {folder} for comparable numbers")
-            return None
-        part = file.with_suffix(".part")
-        part.write_bytes(content)
-        os.replace(part, file)
-    return file
-
-
 def read_split(file, images):
     """CoOp's split format: {"train": [[path under `images`, label, class name], ...], "val": ..., "test": ...}."""
     try:
-        split, names, items = json.loads(file.read_text(encoding="utf-8")), {}, {"train": [], "val": [], "test": []}
-        for part in items:
-            for path, label, name in split[part]:
-                if type(label) is not int or names.setdefault(label, str(name)) != str(name):
-                    raise ValueError(f"{path} has the label {label} and the class {name}")
-                items[part].append(Item(images / path, label))
+        split = json.loads(file.read_text(encoding="utf-8"))
+        parts = [[(str(path), label, str(name)) for path, label, name in split[part]]
+                 for part in ("train", "val", "test")]
     except OSError as error:
         raise InputError(f"split file {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"split file {file} is not in CoOp's format ({type(error).__name__}: {error})") from None
-    if sorted(names) != list(range(len(names))):
-        raise InputError(f"split file {file}: labels must run from 0 without gaps, found {sorted(names)[:5]} ...")
-    paths = [item.image for part in items.values() for item in part]
-    if len(set(paths)) < len(paths):
-        raise InputError(f"split file {file} names {Counter(paths).most_common(1)[0][0]} more than once")
-    # one listing per folder: thousands of `exists` are slow on a network disk
-    present = {folder / name for folder in {path.parent for path in paths} if folder.is_dir()
-               for name in os.listdir(folder)}
-    missing = [path for path in paths if path not in present]
-    if missing:
-        raise InputError(f"{len(missing)} of the {len(paths)} images that {file} names are missing, "
-                         f"such as {', '.join(map(str, missing[:3]))}; looked in {images}")
-    return Data([names[label] for label in sorted(names)], items["train"], items["val"], items["test"], file.name)
+    return assemble(images, *parts, file.name)
 
 
+PHOTO = "a photo of a {}."
+BY_HAND = "its lists and images come from {}, laid out as CoOp's DATASETS.md says"
 DATASETS = {
-    # name       reader       template                  λ_reg
-    "shapes": Source(read_shapes, "a photo of a {}.", 1.0),
-    "dtd": Source(read_dtd, "{} texture.", 6.0),
+    # name: Source(folders below --data-root, images, (classes, train, val, test), template, λ_reg, obtain, read)
+    "imagenet": Source(("imagenet",), "images", (1000, 1281167, 0, 50000), PHOTO, 0.5,
+                       BY_HAND.format("image-net.org (ILSVRC 2012, in images/train and images/val)"), read_imagenet),
+    "caltech101": Source(("caltech-101", "caltech101"), "101_ObjectCategories", (100, 4128, 1649, 2465), PHOTO, 0.5,
+                         "Caltech101", published("split_zhou_Caltech101.json",
+                         "52ce83205ff8ff8a1a18119aad6376120ae35c36e783a984bc560cbf10e73fa5")),
+    "oxford_pets": Source(("oxford_pets", "oxford-iiit-pet"), "images", (37, 2944, 736, 3669),
+                          "a photo of a {}, a type of pet.", 0.2, "OxfordIIITPet", read_pets),
+    "stanford_cars": Source(("stanford_cars",), "", (196, 6509, 1635, 8041), PHOTO, 7.0,
+                            BY_HAND.format("github.com/pytorch/vision/issues/7545 (cars_train, cars_test, devkit, "
+                                           "cars_test_annos_withlabels.mat)"), read_cars),
+    "oxford_flowers": Source(("oxford_flowers", "flowers-102"), "jpg", (102, 4093, 1633, 2463),
+                             "a photo of a {}, a type of flower.", 4.0, "Flowers102", read_flowers),
+    "food101": Source(("food-101",), "images", (101, 50500, 20200, 30300), "a photo of {}, a type of food.", 5.0,
+                      "Food101", published("split_zhou_Food101.json", None)),
+    "fgvc_aircraft": Source(("fgvc_aircraft", "fgvc-aircraft-2013b/data"), "images", (100, 3334, 3333, 3333),
+                            "a photo of a {}, a type of aircraft.", 6.0, "FGVCAircraft", read_aircraft),
+    "sun397": Source(("sun397",), "SUN397", (397, 15880, 3970, 19850), PHOTO, 6.0,
+                     BY_HAND.format("vision.princeton.edu/projects/2010/SUN (SUN397/, ClassName.txt, Training_01.txt, "
+                                    "Testing_01.txt)"), read_sun397),
+    "dtd": Source(("dtd", "dtd/dtd"), "images", (47, 2820, 1128, 1692), "{} texture.", 6.0,
+                  "DTD", published("split_zhou_DescribableTextures.json",
+                  "f26ebeccd2b58e68d70f07a0dc39fe49bf7b69024bac34396b954dfd87969c38")),
+    "eurosat": Source(("eurosat",), "2750", (10, 13500, 5400, 8100), "a centered satellite photo of {}.", 0.01,
+                      "EuroSAT", published("split_zhou_EuroSAT.json",
+                      "541503a77d0b26b735d85ec7a3e672804fe0aa466c2e5f07da772cc6c0af8ad2")),
+    "ucf101": Source(("ucf101",), "UCF-101-midframes", (101, 7639, 1898, 3783), "a photo of a person doing {}.", 3.0,
+                     BY_HAND.format("crcv.ucf.edu (ucfTrainTestlist) and CoOp's UCF-101-midframes.zip"), read_ucf101),
+    # test sets of domain generalization
+    "imagenetv2": Source(("imagenetv2",), "imagenetv2-matched-frequency-format-val", (1000, 0, 0, 10000), PHOTO, 0.5,
+                         BY_HAND.format("github.com/modestyachts/ImageNetV2"),
+                         partial(read_variant, keys=lambda: list(map(str, range(1000))))),
+    "imagenet_sketch": Source(("imagenet-sketch",), "images", (1000, 0, 0, 50889), PHOTO, 0.5,
+                              BY_HAND.format("github.com/HaohanWang/ImageNet-Sketch"), read_variant),
+    "imagenet_a": Source(("imagenet-adversarial",), "imagenet-a", (200, 0, 0, 7500), PHOTO, 0.5,
+                         BY_HAND.format("github.com/hendrycks/natural-adv-examples"),
+                         partial(read_variant, keys=None)),
+    "imagenet_r": Source(("imagenet-rendition",), "imagenet-r", (200, 0, 0, 30000), PHOTO, 0.5,
+                         BY_HAND.format("github.com/hendrycks/imagenet-r"), partial(read_variant, keys=None)),
 }
+TRAINABLE, VARIANTS = list(DATASETS)[:11], list(DATASETS)[11:]                         # the eleven, and the four
 
 
 # ----------------------------------------------------------------------------------------------------------- protocol
@@ -219,10 +437,8 @@ def few_shot(train, val, shots, seed):
     rng = random.Random(seed)
 
     def draw(items, k):
-        by_label = {}
-        for item in items:
-            by_label.setdefault(item.label, []).append(item)
-        return [item for group in by_label.values() for item in (rng.sample(group, k) if len(group) >= k else group)]
+        return [item for group in by_label(items).values()
+                for item in (rng.sample(group, k) if len(group) >= k else group)]
     return draw(train, shots), draw(val, min(shots, 4))
 
 

@@ -631,12 +631,13 @@ def read_checkpoint(path, **kinds):
     return state
 
 
-def load_checkpoint(path, clip=None, device="cpu"):
+def load_checkpoint(path, clip=None, device="cpu", **kinds):
     """Builds the DeAR of a checkpoint, on the CLIP it was trained on. clip: that CLIP, if it is loaded already.
 
-    Returns (DeAR, everything in the file). Errors: InputError, also where `clip` has other weights or activation.
+    kinds: as in `read_checkpoint`. Returns (DeAR, everything in the file). Errors: InputError, also where
+    `clip` has other weights or activation.
     """
-    state = read_checkpoint(path)
+    state = read_checkpoint(path, **kinds)
     clip = clip or load_clip(state["model"], state["pretrained"], state["quick_gelu"], device)
     if clip.fingerprint != state["fingerprint"]:
         raise InputError(f"{path} was trained on other weights: {state['model']} {state['pretrained'] or ''} "

@@ -241,10 +241,14 @@ def map_path(clip):
 def run(args):
     """One command: images → contributions → texts → concepts → roles → FILE.json, FILE.png and FILE.md."""
     dear.check_attributes(args.attributes, "--attributes")
-    items = (data.load(args.dataset, args.data_root, args.split)[0].train if args.dataset in data.DATASETS
-             else [data.Item(path, 0) for path in data.image_files(Path(args.dataset))])
+    if args.dataset in ("shapes", *data.DATASETS):
+        found = data.load(args.dataset, args.data_root, args.split)[0]
+        items = found.train or found.test                 # ImageNet's variants have nothing to train on
+    else:
+        items = [data.Item(path, 0) for path in data.image_files(Path(args.dataset))]
     if not items:
-        raise data.InputError(f"--dataset {args.dataset}: no folder with images in it, nor {', '.join(data.DATASETS)}")
+        raise data.InputError(f"--dataset {args.dataset}: no folder with images in it, nor one of shapes, "
+                              f"{', '.join(data.DATASETS)}")
     if args.images:
         items = random.Random(args.seed).sample(items, min(args.images, len(items)))
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
@@ -349,7 +353,7 @@ def parse(argv):
     add("--model", "--backbone", default="demo", help="OpenCLIP's name, or a folder in its format; default: the demo's")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
-    add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)} (training images), or any folder of images")
+    add("--dataset", default="shapes", help=f"shapes, {', '.join(data.DATASETS)} (training images), or any folder of images")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="of a data set: a CoOp split file (JSON) to use instead of its own")
     add("--images", type=number(int, 2), help="a random subset of this many; default: all")

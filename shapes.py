@@ -181,7 +181,7 @@ def task(train=16, test=20, seed=7):
 
     24 base classes, then 24 novel ones; in either half each color, texture and object occurs equally often, and no
     composition occurs twice. Returns the class names, and for train and test (numbers: images per class) a list of
-    (uint8 array `[SIZE, SIZE, 3]`, label).
+    (uint8 array `[SIZE, SIZE, 3]`, label, {factor: value}).
     """
     rng, classes = random.Random(seed), []
     counts = [len(FACTORS[factor]) for factor in ("texture", "color", "object")]
@@ -197,8 +197,10 @@ def task(train=16, test=20, seed=7):
         texture, color, thing = torch.tensor(classes)[labels].unbind(dim=1)
         shape, location = [torch.randint(len(FACTORS[factor]), labels.shape, generator=generator)
                            for factor in ("shape", "location")]
-        images = render(torch.stack([color, texture, thing, shape, location], dim=1), generator, TASK)
-        parts.append(list(zip(rearrange(images, "b c y x -> b y x c").numpy(), labels.tolist())))
+        drawn = torch.stack([color, texture, thing, shape, location], dim=1)
+        images = rearrange(render(drawn, generator, TASK), "b c y x -> b y x c").numpy()
+        scenes = [{factor: FACTORS[factor][k] for factor, k in zip(FACTORS, row)} for row in drawn.tolist()]
+        parts.append(list(zip(images, labels.tolist(), scenes)))
     return names, *parts
 
 

@@ -2,18 +2,23 @@
 
     python -m pytest test_dear.py
 """
+import csv
 import fcntl
 import io
 import json
 import math
 import random
+import statistics
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import open_clip
 import pytest
+import scipy.io
 import torch
 import torch.nn.functional as F
+import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -327,7 +332,7 @@ def test_textspan_equals_the_image_by_text_loop():
 
 def test_moments_do_not_depend_on_the_batch_size(clips):
     _, clip = clips
-    items = [data.Item(Image.fromarray(image), 0) for image, _ in shapes.task(train=1, test=1)[1][:5]]
+    items = [data.Item(Image.fromarray(image), 0) for image, *_ in shapes.task(train=1, test=1)[1][:5]]
     c = roles.contributions(clip, torch.stack([image for image, _ in data.Images(items, data.transform(clip, False))]))
     for batch_size in (2, 5):
         first, second = roles.moments(clip, items, batch_size, "cpu")
@@ -441,7 +446,7 @@ def test_bundled_role_maps(capsys, monkeypatch):
     assert dear.read_roles(roles.map_path(clip), clip).visible.shape == (4, 8, 5)
     assert json.loads(roles.map_path(clip).read_text())["fingerprint"] == clip.fingerprint
     vit = SimpleNamespace(layers=12, heads=12, name="ViT-B-16", fingerprint="any", pretrained="tag", folder=None)
-    args = SimpleNamespace(roles=None, quick_gelu=None)
+    args = SimpleNamespace(roles=None, quick_gelu=None, ablate=None)
     visible = train.choose_roles(args, vit).visible        # (layer - 9, head, attribute)
     assert "python roles.py --model ViT-B-16 --pretrained tag" in capsys.readouterr().out
     with pytest.raises(data.InputError, match="no role map for ViT-L-14 --pretrained tag: python roles.py"):
@@ -582,19 +587,34 @@ def test_own_folder(tmp_path):
         data.load(str(tmp_path / "flat"))
 
 
-def test_dtd_in_coops_layout(tmp_path, monkeypatch):
+def sizes(monkeypatch, name, *numbers):
+    """A small tree in place of the full data set."""
+    monkeypatch.setitem(data.DATASETS, name, data.DATASETS[name]._replace(sizes=numbers))
+
+
+def touch(*paths):
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def test_a_split_file_and_its_faults(tmp_path, monkeypatch, capsys):
     rows = {part: [[f"{name}/{name}_{i}.jpg", label, name] for label, name in enumerate(("banded", "dotted"))]
             for i, part in enumerate(("train", "val", "test"))}
-    for path, *_ in sum(rows.values(), []):
-        picture(tmp_path / "dtd" / "images" / path)
+    images = tmp_path / "dtd" / "images"
+    touch(*[images / path for path, *_ in sum(rows.values(), [])])
     split = tmp_path / "dtd" / "split_zhou_DescribableTextures.json"
     split.write_text(json.dumps(rows))
-    dtd, template, lambda_reg = data.load("dtd", str(tmp_path))
+    with pytest.raises(data.InputError, match="gives 2 classes, 2 training, 2 .* expected 47 classes, 2820 training"):
+        data.load("dtd", tmp_path)
+    dtd, template, lambda_reg = data.load("dtd", tmp_path, split)
+    sizes(monkeypatch, "dtd", 2, 2, 2, 2)
+    assert data.load("dtd", tmp_path)[0] == dtd
     assert (dtd.classes, template, lambda_reg, dtd.split) == (["banded", "dotted"], "{} texture.", 6.0, split.name)
-    assert dtd.test[1] == data.Item(tmp_path / "dtd" / "images" / "dotted" / "dotted_2.jpg", 1)
-    (tmp_path / "dtd" / "images" / "dotted" / "dotted_2.jpg").unlink()
-    with pytest.raises(data.InputError, match=r"1 of the 6 images .* are missing, such as .*dotted_2.jpg"):
-        data.load("dtd", str(tmp_path))
+    assert dtd.test[1] == data.Item(images / "dotted" / "dotted_2.jpg", 1)
+    (images / "dotted" / "dotted_2.jpg").unlink()
+    with pytest.raises(data.InputError, match=r"1 of the 6 images .* are missing, such as .*dotted_2.jpg; looked in"):
+        data.load("dtd", tmp_path)
     row = rows["train"][0]
     for wrong, message in [({"train": []}, "not in CoOp's format"), ({**rows, "val": [row]}, "names .* more than once"),
                            ({**rows, "val": [["x.jpg", 0, "dotted"]]}, "x.jpg has the label 0 and the class dotted"),
@@ -602,18 +622,131 @@ def test_dtd_in_coops_layout(tmp_path, monkeypatch):
                            ({**rows, "val": [["x.jpg", 3, "x"]]}, "run from 0 without gaps")]:
         split.write_text(json.dumps(wrong))
         with pytest.raises(data.InputError, match=message):
-            data.load("dtd", str(tmp_path))
+            data.load("dtd", tmp_path)
 
     split.unlink()                                         # then CoOp's is downloaded, and checked
-    for i in range(10):
-        for name in ("banded", "dotted"):
-            picture(tmp_path / "dtd" / "images" / name / f"{i}.jpg")
+    touch(*[images / name / f"{i}.jpg" for i in range(10) for name in ("banded", "dotted")])
     monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO(b"{}"))
     with pytest.raises(data.InputError, match="is not the file it was"):
-        data.load("dtd", str(tmp_path))
+        data.load("dtd", tmp_path)
     monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: open("/nowhere"))
-    found = data.load("dtd", str(tmp_path))[0]             # 13 and 12 images
-    assert [len(part) for part in found[1:4]] == [12, 5, 8] and found.split == "seeded (not CoOp's)"
+    sizes(monkeypatch, "dtd", 2, 12, 5, 8)                 # 13 and 12 images
+    assert data.load("dtd", tmp_path)[0].split == "seeded (not CoOp's)" and "put CoOp's" in capsys.readouterr().out
+
+
+def test_splits_are_drawn_as_zhous():
+    """Positions in the published files: UCF101's first class (101 training videos) and Flowers' (251 images)."""
+    train_items, val = data.carve([(i, 0) for i in range(101)])
+    assert [i for i, _ in val[:6]] == [84, 38, 66, 52, 4, 20] and len(val) == 20
+    assert [i for i, _ in train_items[:3]] == [24, 68, 87]
+    parts = data.shares([(i, 0) for i in range(251)])
+    assert [len(part) for part in parts] == [126, 50, 75]
+    assert [i for i, _ in parts[0][:6]] == [189, 66, 233, 240, 39, 102] and [i for i, _ in parts[2][:2]] == [171, 129]
+
+
+def official_trees(root):
+    """Each data set in its official layout, with two classes where it can be: {name: class names as CoOp has them}."""
+    def write(path, *lines):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+    many = range(1, 6)
+    # training lists of five images a class, of which one goes to val, and test lists of one
+    pets = [(f"{breed}_{i}", label) for label, breed in enumerate(("Abyssinian", "american_bulldog"), 1) for i in many]
+    write(root / "oxford_pets/annotations/trainval.txt", *[f"{name} {label} 1 1" for name, label in pets])
+    write(root / "oxford_pets/annotations/test.txt", "Abyssinian_9 1 1 1", "american_bulldog_9 2 1 1")
+    touch(*[root / "oxford_pets/images" / f"{name}.jpg" for name, _ in [*pets, ("Abyssinian_9", 1),
+                                                                      ("american_bulldog_9", 2)]])
+    annotations = np.zeros((1, 12), dtype=[("fname", "O"), ("class", "O")])
+    for i in range(12):
+        annotations[0, i] = f"{i + 1:05}.jpg", 2 - i % 2   # the second class comes first
+        touch(root / "stanford_cars" / ("cars_train" if i < 10 else "cars_test") / f"{i + 1:05}.jpg")
+    names = np.array([["Audi TTS Coupe 2012", "Ram C/V Cargo Van Minivan 2012"]], dtype=object)
+    touch(root / "stanford_cars/devkit/cars_meta.mat")
+    for file, value in (("devkit/cars_meta", {"class_names": names}),
+                        ("devkit/cars_train_annos", {"annotations": annotations[:, :10]}),
+                        ("cars_test_annos_withlabels", {"annotations": annotations[:, 10:]})):
+        scipy.io.savemat(root / "stanford_cars" / f"{file}.mat", value)
+    labels = np.array([[60] * 10 + list(range(1, 60)) * 10])                           # unsorted, as the official ones
+    touch(*[root / "oxford_flowers/jpg" / f"image_{i:05}.jpg" for i in range(1, labels.size + 1)])
+    scipy.io.savemat(root / "oxford_flowers/imagelabels.mat", {"labels": labels})
+    write(root / "fgvc_aircraft/variants.txt", "707-320", "Boeing 717")
+    for k, part in enumerate(("train", "val", "test")):
+        write(root / f"fgvc_aircraft/images_variant_{part}.txt", f"{k}0 Boeing 717", f"{k}1 707-320")
+        touch(*[root / "fgvc_aircraft/images" / f"{k}{i}.jpg" for i in (0, 1)])
+    places = ["/a/abbey", "/a/apartment_building/outdoor"]
+    write(root / "sun397/ClassName.txt", *places)
+    for file, numbers in (("Training_01", many), ("Testing_01", [9])):
+        write(root / "sun397" / f"{file}.txt", *[f"{place}/sun_{i}.jpg" for place in places for i in numbers])
+        touch(*[root / f"sun397/SUN397{place}/sun_{i}.jpg" for place in places for i in numbers])
+    lists, actions = root / "ucf101/ucfTrainTestlist", {"Hammering": "Hammering", "HandstandPushups": "Handstand_Pushups"}
+    write(lists / "classInd.txt", "1 Hammering", "2 HandstandPushups")
+    for file, numbers in (("trainlist01", many), ("testlist01", [9])):
+        write(lists / f"{file}.txt", *[f"{action}/v_{action}_g{i}.avi" + f" {label}" * (file == "trainlist01")
+                                       for label, action in enumerate(actions, 1) for i in numbers])
+        touch(*[root / f"ucf101/UCF-101-midframes/{name}/v_{action}_g{i}.jpg" for action, name in actions.items()
+                for i in numbers])
+    # class folders of ten
+    for folder, classes in (("caltech-101/101_ObjectCategories", ("Faces", "Faces_easy", "BACKGROUND_Google", "accordion")),
+                            ("eurosat/2750", ("AnnualCrop", "SeaLake")), ("food-101/images", ("apple_pie", "waffles")),
+                            ("dtd/images", ("banded", "zigzagged"))):
+        touch(*[root / folder / name / f"{i}.jpg" for name in classes for i in range(10)])
+    wnids = data.ImageNetInfo().label_names()
+    touch(*[root / "imagenet/images" / part / wnid / "1.JPEG" for part in ("train", "val") for wnid in wnids],
+          *[root / "imagenet-sketch/images" / wnid / "1.JPEG" for wnid in wnids],
+          *[root / "imagenetv2/imagenetv2-matched-frequency-format-val" / str(k) / "1.jpeg" for k in range(1000)],
+          *[root / folder / wnid / "1.jpg" for folder in ("imagenet-adversarial/imagenet-a", "imagenet-rendition/imagenet-r")
+            for wnid in wnids[5::5]], root / "imagenet-rendition/imagenet-r/README.txt")
+    imagenet, flowers = list(open_clip.IMAGENET_CLASSNAMES), torchvision.datasets.Flowers102.classes
+    return {"imagenet": imagenet, "caltech101": ["face", "accordion"], "oxford_pets": ["abyssinian", "american_bulldog"],
+            "stanford_cars": ["2012 Audi TTS Coupe", "2012 Ram C/V Cargo Van Minivan"],
+            "oxford_flowers": [*flowers[:59], "pink-yellow dahlia"], "food101": ["apple_pie", "waffles"],
+            "fgvc_aircraft": ["707-320", "Boeing 717"], "sun397": ["abbey", "outdoor apartment_building"],
+            "dtd": ["banded", "zigzagged"], "eurosat": ["Annual Crop Land", "Sea or Lake"],
+            "ucf101": ["Hammering", "Handstand_Pushups"], "imagenetv2": imagenet, "imagenet_sketch": imagenet,
+            "imagenet_a": imagenet[5::5], "imagenet_r": imagenet[5::5]}
+
+
+def test_the_fifteen_in_their_official_layouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *args, **kwargs: open("/nowhere"))
+    names = official_trees(tmp_path)
+    assert list(names) == list(data.DATASETS) == [*data.TRAINABLE, *data.VARIANTS]
+    carved, shared, variant = (2, 8, 2, 2), (2, 10, 4, 6), (0, 0)
+    counts = {"imagenet": (1000, 1000, 0, 1000), "fgvc_aircraft": (2, 2, 2, 2), "oxford_flowers": (60, 300, 120, 180),
+              **dict.fromkeys(("caltech101", "food101", "dtd", "eurosat"), shared),
+              **dict.fromkeys(("oxford_pets", "stanford_cars", "sun397", "ucf101"), carved),
+              **dict.fromkeys(("imagenetv2", "imagenet_sketch"), (1000, *variant, 1000)),
+              **dict.fromkeys(("imagenet_a", "imagenet_r"), (199, *variant, 199))}
+    for name in names:
+        with pytest.raises(data.InputError, match=f"--dataset {name}: .* expected .* Complete it"):
+            data.load(name, tmp_path)                      # it is not all there
+        sizes(monkeypatch, name, *counts[name])
+        found, template, _ = data.load(name, tmp_path)
+        assert found.classes == names[name]
+        assert "{}" in template and len({item.image for item in found.train + found.val + found.test}) == sum(
+            counts[name][1:])
+    assert names["imagenet"].count("missile") == 2
+    cars, flowers = [data.load(name, tmp_path)[0] for name in ("stanford_cars", "oxford_flowers")]
+    assert cars.train[0].label == 1 and flowers.train[0].label == 59                   # not sorted by label
+    assert [item.image.name for item in cars.test] == ["00011.jpg", "00012.jpg"]
+    order = [f"{2 * i + 1:05}.jpg" for i in range(5)]      # of the second car, shuffled first, with seed 1
+    random.Random(1).shuffle(order)
+    assert [item.image.name for item in (cars.val + cars.train)[:1] + cars.train[:4]] == order
+    assert data.load("imagenetv2", tmp_path)[0].test[10].image.parent.name == "10"
+
+    (tmp_path / "oxford_pets/annotations/test.txt").unlink()
+    (tmp_path / "imagenet-sketch/images/n01440764/1.JPEG").unlink()
+    (tmp_path / "imagenet-sketch/images/n01440764").rmdir()
+    (tmp_path / "stanford_cars/devkit/cars_meta.mat").write_text("no mat")
+    (tmp_path / "sun397/Testing_01.txt").write_text("/b/bar/sun_1.jpg\n")
+    (tmp_path / "ucf101/UCF-101-midframes/Hammering/v_Hammering_g1.jpg").unlink()
+    (tmp_path / "imagenet-adversarial/imagenet-a").rename(tmp_path / "imagenet-adversarial/elsewhere")
+    for name, message in [("oxford_pets", "No such file .*test.txt; .* holds annotations, images; expected the official"),
+                          ("imagenet_sketch", "999 class folders: 1 are missing .n01440764"),
+                          ("stanford_cars", "are not the official ones"), ("sun397", "are not the official ones .KeyError"),
+                          ("ucf101", "1 of the 12 images .* such as .*v_Hammering_g1.jpg; looked in"),
+                          ("imagenet_a", "no images in .*imagenet-a .*holds elsewhere.; expected 199 images of 199 cl")]:
+        with pytest.raises(data.InputError, match=message):
+            data.load(name, tmp_path)
 
 
 def test_transforms_equal_open_clips(tmp_path):
@@ -652,7 +785,8 @@ def test_the_demo_task_is_balanced_and_drawn_from_its_seed():
             words = [name.split()[position] for name in half]
             assert {words.count(value) for value in shapes.FACTORS[factor]} == {24 // len(shapes.FACTORS[factor])}
     again = shapes.task(train=2, test=1)[1]
-    assert all((a == b).all() and k == l for (a, k), (b, l) in zip(parts[0], again))
+    assert all((a == b).all() and k == l and m == n for (a, k, m), (b, l, n) in zip(parts[0], again))
+    assert [' '.join(scene[factor] for factor in ('texture', 'color', 'object')) for _, _, scene in again[::2]] == names
 
 
 def run(*flags):
@@ -671,11 +805,11 @@ def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
     flags = ("--shots 3 --epochs 3 --seed 3 --lr 0.01 --batch-size 16 --weight-decay 0.3 --text-tokens 3 --beta 0.6 "
              f"--alpha-cls 0.6 --lambda-reg 2 --lambda-fusion 0.3 --output-dir {tmp_path}").split()
     train.main(flags)
-    results, output = json.loads((tmp_path / "results.json").read_text()), capsys.readouterr().out
-    found, = results["runs"]
+    folder, = tmp_path.glob("base2novel/shapes/demo/3shots-text_tokens=3-beta=0.6-*")
+    results, output = json.loads((folder / "seed3.json").read_text()), capsys.readouterr().out
 
     names, *parts = shapes.task()
-    training, test = [[data.Item(Image.fromarray(image), label) for image, label in part] for part in parts]
+    training, test = [[data.Item(Image.fromarray(image), label) for image, label, _ in part] for part in parts]
     base, rates = data.few_shot(training, [], 3, seed=3)[0][:24 * 3], (1e-5, 0.01, 0.0075)
     clip = dear.load_clip("demo")
     model = dear.DeAR(clip, dear.read_roles(dear.DEMO / "roles.json", clip), K=3, beta=0.6)
@@ -702,7 +836,7 @@ def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
             optimizer.step()
             total.append(loss.item())
         means.append(sum(total) / len(total))
-    saved = dear.read_checkpoint(tmp_path / "seed3.pt")["trained"]
+    saved = dear.read_checkpoint(folder / "seed3.pt")["trained"]
     torch.testing.assert_close(saved, model.trained(), atol=1e-4, rtol=1e-3)
     printed = [float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("seed 3  ep")]
     assert printed == pytest.approx(means, abs=2e-3) and means[2] < means[0]
@@ -714,49 +848,158 @@ def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
         with torch.no_grad():
             right = {branch: 100 * (value.argmax(dim=1) == labels).float().mean().item()
                      for branch, value in logits(images, h)[0].items()}
-        assert results["zero_shot"][half] == pytest.approx(right.pop("CLIP"))
-        assert found["branches"][half] == pytest.approx(right)
-        assert found[half] == results["DeAR"][half] == pytest.approx(right["fused"])
-    assert results["DeAR"]["HM"] == pytest.approx(2 / (1 / found["base"] + 1 / found["novel"]))
+        assert results["tests"][half] == pytest.approx({"classes": 24, "images": 72, **right})
+        assert f" {right['fused']:.2f}" in output.split("\nDeAR  ")[1].splitlines()[0]
     assert sum(results["alpha"].values()) == pytest.approx(1)
-    assert results["config"]["quick_gelu"] is False and results["split"] == "rendered"
+    assert results["settings"]["quick_gelu"] is False and results["split"] == "rendered"
 
     train.main([*flags, "--eval-only"])
-    again = json.loads((tmp_path / "eval.json").read_text())
-    assert (again["DeAR"], again["runs"]) == (results["DeAR"], results["runs"])
+    assert json.loads((folder / "seed3.eval.json").read_text())["tests"] == results["tests"]
 
 
-def test_an_interrupted_sweep_resumes_to_the_last_digit(tmp_path, monkeypatch, small_task):
-    demo = ["--shots", 2, "--epochs", 3, "--batch-size", 8, "--seeds", 1, 2]
+def result(folder, path):
+    return json.loads((folder / f"{path}.json").read_text())
+
+
+def test_an_interrupted_sweep_goes_on_to_the_last_digit(tmp_path, monkeypatch, capsys, small_task):
+    demo = ["--shots", 1, 2, "--epochs", 2, "--batch-size", 8, "--seeds", 1, 2]
     train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "a"]])
     write = dear.write
 
     def interrupted(path, state):
         write(path, state)
-        if state["seed"] == 2 and state.get("epoch") == 2:
+        if state["seed"] == 2 and state.get("epoch") == 1:
             raise KeyboardInterrupt
     monkeypatch.setattr(dear, "write", interrupted)
-    assert run(*demo, "--output-dir", tmp_path / "b") == 130
+    for _ in range(2):
+        assert run(*demo, "--output-dir", tmp_path / "b") == 130
     monkeypatch.setattr(dear, "write", write)
-    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "b", "--resume"]])
-    one, other = [json.loads((tmp_path / folder / "results.json").read_text())["runs"] for folder in "ab"]
-    for run_a, run_b in zip(one, other, strict=True):
-        assert all(run_a[key] == run_b[key] for key in ("seed", "branches", "alpha", "losses"))
+    capsys.readouterr()
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "b"]])
+    output = capsys.readouterr().out
+    assert output.count("is finished") == 3 and output.count("epoch  2/2") == 1        # the last is trained on
+    for shots in (1, 2):
+        for seed in (1, 2):
+            a, b = [result(tmp_path / folder / "base2novel/shapes/demo", f"{shots}shots-epochs=2-batch_size=8/seed{seed}")
+                    for folder in "ab"]
+            assert all(a[key] == b[key] for key in ("tests", "alpha", "losses"))
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "b").rglob("seed*")}
+    train.main([str(flag) for flag in [*demo, "--output-dir", tmp_path / "b"]])
+    assert files == {file: file.stat().st_mtime_ns for file in (tmp_path / "b").rglob("seed*")}
 
 
-def test_no_run_is_written_over_another(tmp_path, capsys, small_task):
+def test_no_run_is_written_over_another(tmp_path, capsys, monkeypatch, small_task):
     demo = ["--shots", 1, "--epochs", 1, "--output-dir", tmp_path]
-    train.main([str(flag) for flag in [*demo, "--seeds", 1, 2]])
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    for flags, message in [(["--lr", 1, "--seeds", 1, 2], "lr 0.005, not 1.0"), (["--lr", 1, "--seeds", 3], "lr 0.005"),
-                           (["--seeds", 3], "also holds seed 1"), (["--roles", "mixed"], "made with other roles"),
-                           (["--eval-only", "--beta", 0], "made with beta 0.9, not 0.0")]:
-        assert run(*demo, *flags) == 2
-        assert message in capsys.readouterr().err
-    lock = open(tmp_path / ".lock")
+    train.main([str(flag) for flag in [*demo, "--seeds", 1]])
+    folder = tmp_path / "base2novel/shapes/demo/1shots-epochs=1"
+    (folder / "seed2.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    lock = open(folder / ".seed1.lock")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert run(*demo, "--seeds", 1, 2, "--eval-only") == 2 and "another run is writing" in capsys.readouterr().err
-    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert run(*demo) == 2 and "another run is writing seed 1" in capsys.readouterr().err
+    lock.close()
+    assert run(*demo, "--seeds", 2) == 2 and "is no result of train.py" in capsys.readouterr().err
+    monkeypatch.setitem(train.SHAPES, "lr", 1.0)           # a default that changed, so that the folder is the same
+    assert run(*demo) == 2 and "lr 0.005, not 1.0" in capsys.readouterr().err
+    monkeypatch.undo()
+    roles_file = tmp_path / "mixed"
+    roles_file.write_text((dear.DEMO / "roles.json").read_text())
+    assert run(*demo, "--roles", roles_file, "--eval-only") == 2 and "no checkpoint" in capsys.readouterr().err
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".seed2.lock"}
+
+
+def test_protocols_summary_prediction_and_retrieval(tmp_path, capsys, small_task):
+    for place, seed in (("photos", 0), ("others", 1)):     # two data sets of noise, three classes each
+        for name in ("cat", "dog", "red_fox"):
+            for i in range(4):
+                file = tmp_path / place / name / f"{i}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                noise = np.random.default_rng(100 * seed + i).integers(0, 255, (48, 48, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(file)
+    out, quick = tmp_path / "out", ["--model", "demo", "--epochs", 1, "--batch-size", 4]
+    source = ["--dataset", tmp_path / "photos", "--shots", 2]
+    cross = [*source, *quick, "--protocol", "cross", "--output-dir", out]
+    flags = [str(flag) for flag in [*cross, "--targets", "shapes"]]
+    train.main(flags)
+    path = "transfer/photos/demo/2shots-epochs=1-batch_size=4/seed1"
+    first = result(out, path)
+    assert {name: (test["classes"], test["images"]) for name, test in first["tests"].items()} == {
+        "photos": (3, 6), "shapes": (48, 144)} and first["settings"]["lambda_reg"] == 0.2
+    assert {len(result(out, f"{path}.images")[part]) for part in ("train",)} == {6}
+    train.main([str(flag) for flag in [*cross, "--targets", "shapes", tmp_path / "others"]])
+    second = result(out, path)                             # the checkpoint is tested on what is new
+    assert second["tests"] == {**first["tests"], "others": second["tests"]["others"]}
+    assert capsys.readouterr().out.count("epoch  1/1") == 1
+    for shots in (1, 2):
+        train.main([str(flag) for flag in [*source[:2], *quick, "--protocol", "fewshot", "--shots", shots,
+                                           "--output-dir", out]])
+    demo = ["--shots", 1, "--epochs", 1, "--seeds", 1, 2, "--output-dir", out]
+    for ablation in (None, *train.ABLATIONS):
+        train.main([str(flag) for flag in [*demo, *(["--ablate", ablation] if ablation else [])]])
+    runs = {ablation: result(out, f"base2novel/shapes/demo/1shots-ablate={ablation}-epochs=1/seed1")
+            for ablation in train.ABLATIONS}
+    assert set(runs["class-only"]["tests"]["base"]) == {"classes", "images", "CLIP", "fused", "class"}
+    assert runs["class-only"]["alpha"]["class"] == 1 and runs["no-attributes"]["alpha"] == {"class": 1}
+    assert runs["no-fusion-reg"]["settings"]["lambda_fusion"] == runs["no-reg"]["settings"]["lambda_reg"] == 0
+    visible = {ablation: dear.read_checkpoint(run["checkpoint"])["visible"] for ablation, run in runs.items()}
+    full = visible["no-reg"]
+    assert visible["no-mask"].all() and visible["no-attributes"].shape[-1] == 0
+    assert torch.equal(visible["generalization-mask"], full.any(-1, keepdim=True).expand_as(full)) and not full.all()
+
+    (out / "made_up").mkdir()
+    (out / "made_up" / "seed1.json").write_text(json.dumps({**first, "dataset": "imagenet", "tests": {
+        name: {"CLIP": 50, "fused": value} for name, value in (("imagenet", 60), ("dtd", 40), ("eurosat", 45),
+                                                               ("imagenet_a", 30), ("photos", 20))}}))
+    train.main(["--summarize", str(out)])
+    summary = (out / "summary.md").read_text()
+    assert (out / "fewshot.png").exists() and "MMRL, published | 85.68 | 77.16 | 81.20 |" in summary
+    title, line = "**DeAR, ours** (demo, 2 shots, epochs=1, batch_size=4)", [line for line in summary.splitlines()
+                                                                           if line.startswith("| **DeAR, ours** (demo, 2")]
+    assert line == [f"| {title} | 60.00 |{' – |' * 7} 40.00 | 45.00 | – | 42.50 |",    # the average of targets alone
+                    f"| {title} | 60.00 | – | – | 30.00 | – | 30.00 |", f"| {title} | 60.00 | 20.00 | 20.00 |", line[-1]]
+    assert summary.count("Cross-dataset, trained on") == 2 and "MMRL, published | 72.03 | 94.67" in summary
+    tests = [result(out, f"base2novel/shapes/demo/1shots-epochs=1/seed{seed}")["tests"] for seed in (1, 2)]
+    values = [[test[half]["fused"] for test in tests] for half in ("base", "novel")]
+    base, novel = map(statistics.mean, values)
+    assert (f"| {base:.2f} ± {statistics.stdev(values[0]):.2f} | {novel:.2f} ± {statistics.stdev(values[1]):.2f} | "
+            f"{2 / (1 / base + 1 / novel):.2f} ±") in summary
+    assert train.average([{"base": 80, "novel": 60, "HM": 1}, {"base": 60, "novel": 20, "HM": 1}]) == {
+        "base": 70, "novel": 40, "HM": 2 * 70 * 40 / (70 + 40)}
+
+    capsys.readouterr()
+    checkpoint, image = ["--checkpoint", out / f"{path}.pt"], tmp_path / "photos" / "cat" / "0.png"
+    train.main([str(flag) for flag in ["--predict", tmp_path / "photos", *checkpoint]])
+    header, *rows = list(csv.reader(capsys.readouterr().out.splitlines()))
+    assert header[:3] == ["image", "class1", "probability1"] and len(rows) == 12
+    model, saved = dear.load_checkpoint(out / f"{path}.pt")
+    prompts = model.prompts(dear.tokenize(model.clip, [f"a photo of a {name}." for name in ("cat", "dog", "red fox")]))
+    with torch.no_grad():
+        f_cls, f_attr, f_text, _ = model(data.transform(model.clip, False)(Image.open(image))[None], prompts)
+        best, which = dear.fuse(f_cls, f_attr, f_text, model.alpha, model.clip.tau).softmax(dim=1)[0].max(dim=0)
+    assert rows[0][:3] == [str(image), saved["classes"][which], f"{best:.4f}"]
+    train.main([str(flag) for flag in ["--predict", image, *checkpoint, "--classes", "boat", "red car"]])
+    assert {line.split("%  ")[1] for line in capsys.readouterr().out.splitlines()} == {"boat", "red car"}
+    train.main([str(flag) for flag in ["--retrieve", image, "--gallery", tmp_path, "--output-dir", tmp_path, *checkpoint]])
+    assert "class        0.png 1.000" in capsys.readouterr().out and (tmp_path / "retrieved-0.png").exists()
+    for flags, message in [(["--predict", tmp_path / "none.jpg", *checkpoint], "no such file"),
+                           (["--predict", image], "need --checkpoint"), (["--retrieve", image, *checkpoint], "--gallery"),
+                           (["--summarize", tmp_path / "photos"], "no seed*.json"),
+                           (["--dataset", "all", "--protocol", "cross"], "base2novel or fewshot"),
+                           (["--targets", "dtd"], "go with --protocol cross"),
+                           (["--dataset", "all", "--data-root", tmp_path], "no images in")]:
+        assert run(*flags) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_neighbours_share_by_hand(capsys):
+    """Two rows of features, by which four images pair off by color, and by shape."""
+    angles = torch.tensor([[0., 0.], [.1, 2.], [2., .1], [2.1, 2.1]])
+    found = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    scenes = [{"color": color, "shape": shape} for color in "rb" for shape in "st"]
+    train.neighbours_share(("class", "shape"), found, scenes, top=1)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["by", "color", "shape"], ["class", "100.00", "0.00"], ["shape", "0.00", "100.00"],
+                     ["chance", "33.33", "33.33"]]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -768,7 +1011,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
             (tmp_path / "images" / name / f"{i}.jpg").write_text("no image")
     torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
     for flags, message in [
-            (["--dataset", tmp_path / "nowhere"], "neither a folder nor one of shapes, dtd"),
+            (["--dataset", tmp_path / "nowhere"], "neither a folder nor one of shapes, imagenet"),
             (["--dataset", tmp_path / "empty"], "holds no class folders"),
             (["--dataset", tmp_path / "images", "--model", "demo", "--workers", 2], "is not a readable image"),
             (["--model", "ViT-Z"], "neither a folder nor a configuration of OpenCLIP"),
@@ -792,7 +1035,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
 def test_a_non_finite_loss_stops_the_run(tmp_path, capsys, small_task):
     assert run("--shots", 2, "--epochs", 2, "--lr", 1e30, "--output-dir", tmp_path) == 1
     assert "try a lower --lr" in capsys.readouterr().err
-    assert not (tmp_path / "seed1.pt").exists()
+    assert not list(tmp_path.rglob("seed1.pt"))
     assert run("--shots", 2, "--epochs", 1, "--lr", 1e30, "--batch-size", 48, "--output-dir", tmp_path / "one") == 1
     assert "logits of fused are not finite" in capsys.readouterr().err
-    assert not (tmp_path / "one" / "results.json").exists()
+    assert not list(tmp_path.rglob("seed1.json"))

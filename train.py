@@ -1,14 +1,20 @@
-"""Trains DeAR on a few labelled images per class and tests it beside zero-shot CLIP, on base and on novel classes.
+"""Trains DeAR on a few labelled images per class, tests it beside zero-shot CLIP, and uses what was trained.
 
     python train.py                                       # the bundled demo: no download, no GPU
     python train.py --dataset dtd --shots 16 --seeds 1 2 3
+    python train.py --dataset all --protocol fewshot --shots 1 2 4 8 16
+    python train.py --protocol cross                      # trained on ImageNet, tested on the ten others; or: domain
     python train.py --dataset path/to/folder              # one folder of images per class
-    python train.py --dataset dtd --eval-only             # tests the checkpoints of an earlier run again
+    python train.py --summarize output                    # the paper's tables of whatever results there are
+    python train.py --predict photos --checkpoint output/.../seed1.pt --classes cat dog
+    python train.py --retrieve photo.jpg --gallery photos --checkpoint output/.../seed1.pt
 
-The protocol is CoOp's base-to-novel: trained on the first half of the classes, tested on each half with that half's
-names as candidates. What is reported is the last step; nothing is chosen by test accuracy.
+A (data set, shots, seed) writes files of its own. What is finished is not repeated, what was interrupted goes on. What
+is reported is the last step; nothing is chosen by test accuracy.
 """
 import argparse
+import copy
+import csv
 import fcntl
 import hashlib
 import json
@@ -27,6 +33,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 import data
@@ -35,38 +42,50 @@ import roles
 from roles import device, number
 
 # What a flag left out becomes: MMRL's published recipe, and for the demo one chosen on other draws of its task.
-RECIPE = {"model": "ViT-B-16", "epochs": 10, "batch_size": 4, "lr": 1e-3, "workers": min(8, os.cpu_count())}
-SHAPES = {"model": "demo", "epochs": 20, "batch_size": 16, "lr": 5e-3, "workers": 0}
+TRANSFER = {"epochs": 1, "batch_size": 32, "lambda_reg": 0.2}                          # and no warm-up
+RECIPES = {"base2novel": {"epochs": 10, "batch_size": 4}, "fewshot": {"epochs": 50, "batch_size": 32},
+           "cross": TRANSFER, "domain": TRANSFER}
+IMAGENET = {"epochs": 5, "batch_size": 32}                # in the first two
+SHAPES = {"epochs": 20, "batch_size": 16, "lr": 5e-3, "workers": 0}
 WARMUP_LR = 1e-5                                          # of the first epoch
 EVAL_BATCH = 100
+ABLATIONS = {                                             # the paper's: what becomes of the flags; masks are below
+    "no-mask": {}, "generalization-mask": {}, "no-attributes": {}, "no-fusion-reg": {"lambda_fusion": 0.0},
+    "no-reg": {"lambda_reg": 0.0}, "class-only": {"alpha_cls": 1.0}}
 
 
 def parse(argv):
-    """The flags. What has no default here gets one from RECIPE, SHAPES, the data set or the machine."""
+    """The flags. What has no default here gets one from RECIPES, SHAPES, the data set or the machine."""
     parser = argparse.ArgumentParser("train.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # What to learn from
-    add("--dataset", default="shapes", help=f"{', '.join(data.DATASETS)}, or a folder with one folder per class")
+    add("--dataset", help=f"shapes (the demo, default), {', '.join(data.DATASETS)}, all for the first eleven of them, "
+                          "or a folder with one folder per class")
+    add("--protocol", choices=RECIPES, default="base2novel", help="base2novel: trained on half the classes; fewshot: on "
+        "all; cross, domain: trained on --dataset (imagenet), tested on --targets, too")
+    add("--targets", nargs="+", help="of cross: default the ten others; of domain: ImageNet's four variants")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
     add("--template", help="the prompt, with {} for the class name; default: CoOp's, or 'a photo of a {}.'")
-    add("--shots", type=number(int, 1), default=16, help="images per class")
-    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", help="one run each, for mean and std; default: 1")
+    add("--shots", type=number(int, 1), nargs="+", default=[16], help="images per class; several: one run each")
+    add("--seeds", "--seed", type=number(int, 0, 10**6), nargs="+", default=[1], help="one run each")
     # The frozen CLIP
     add("--model", "--backbone", help="OpenCLIP's name, or a folder in its format; default: ViT-B-16; demo for shapes")
     add("--pretrained", help="OpenCLIP's tag or a weights file; default: openai")
     add("--quick-gelu", action=argparse.BooleanOptionalAction, help="a weights file's activation; a tag knows its own")
     # The method (dear.py; what the paper leaves open is listed in the README)
     add("--roles", help="a role map, or mixed or generalization for every head; default: the model's, else the paper's")
+    add("--ablate", choices=ABLATIONS, help="the method without one of its parts")
     add("--text-tokens", type=number(int, 0, 1000), default=5, help="K, the learned tokens after BOT")
     add("--beta", type=number(float, 0, 1), default=0.9, help="share of the learned token in each layer's inserted one")
     add("--alpha-cls", type=number(float, 0.001, 0.999), default=0.7, help="α_cls at the start")
     add("--lambda-reg", type=number(float, 0), help="weight of L_reg; default: MMRL's for the data set, 1 for a folder")
     add("--lambda-fusion", type=number(float, 0), default=0.1, help="weight of L_fusion")
     # The recipe
-    add("--epochs", type=number(int, 1, 1000), help="default: 10; 20 for shapes")
-    add("--batch-size", type=number(int, 1, 10**6), help="default: 4, as the relatives; 16 for shapes")
+    add("--epochs", type=number(int, 1, 1000), help="default: base2novel 10, fewshot 50, cross and domain 1; 20 for "
+        "shapes; ImageNet at most 5")
+    add("--batch-size", type=number(int, 1, 10**6), help="default: base2novel 4, else and ImageNet 32; 16 for shapes")
     add("--lr", type=number(float, 0, 1e30), help="default: 1e-3; 5e-3 for shapes")
     add("--weight-decay", type=number(float, 0), default=5e-4)
     # The machine
@@ -74,24 +93,62 @@ def parse(argv):
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile and flex_attention; default: on CUDA")
     add("--workers", type=number(int, 0), help="processes that decode images; default: 8 at most, none for shapes")
-    add("--output-dir", type=Path, help="default: output/<dataset>/<model>/<shots>shots and what is not default")
-    add("--resume", action="store_true", help="go on from the last epoch of an interrupted run")
-    add("--eval-only", action="store_true", help="test the checkpoints in --output-dir, trained with these flags")
+    add("--output-dir", type=Path, default=Path("output"), help="results go to <protocol>/<dataset>/<model>/"
+        "<shots>shots and what is not default, in it")
+    add("--eval-only", action="store_true", help="test the checkpoints of these flags again")
+    # What was trained
+    add("--summarize", type=Path, metavar="FOLDER", help="tables of the results in it, beside the published: summary.md")
+    add("--predict", type=Path, metavar="IMAGE_OR_FOLDER", help="top-5 class names; of a folder as CSV")
+    add("--retrieve", metavar="IMAGE", help="its nearest images by each attribute, as a picture; shapes: how often the "
+        "demo's share the attribute")
+    add("--gallery", type=Path, metavar="FOLDER", help="the images to retrieve from")
+    add("--checkpoint", type=Path, help="what --predict and --retrieve use")
+    add("--classes", nargs="+", help="class names to predict; default: the checkpoint's")
     args = parser.parse_args(argv)
 
+    transfer = RECIPES[args.protocol] is TRANSFER
+    args.dataset = args.dataset or ("imagenet" if transfer else "shapes")
+    if args.dataset == "all" and (transfer or args.split or args.template):
+        parser.error("--dataset all: goes with --protocol base2novel or fewshot, and without --split and --template")
+    if args.targets and not transfer:
+        parser.error("--targets: go with --protocol cross or domain")
+    if args.targets is None and transfer:
+        args.targets = data.VARIANTS if args.protocol == "domain" else data.TRAINABLE[1:]
+    if (args.predict or args.retrieve) and not args.checkpoint:
+        parser.error("--predict and --retrieve: need --checkpoint FILE, such as a seed1.pt that training wrote")
+    if args.retrieve and args.retrieve != "shapes" and not args.gallery:
+        parser.error("--retrieve IMAGE: needs --gallery FOLDER")
     # what differs from the defaults names the folder, so that ablations lie side by side
-    changed = [f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in ("roles", *FLAGS)
-               if flag != "shots" and getattr(args, flag) != parser.get_default(flag)]
-    folder = re.sub(r"[^\w.=+-]+", "_", "-".join([f"{args.shots}shots", *changed]))
+    args.variant = "-".join(f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in ("ablate", "roles", *FLAGS)
+                            if flag != "shots" and getattr(args, flag) != parser.get_default(flag))
+    for key, value in ABLATIONS.get(args.ablate, {}).items():
+        setattr(args, key, value)
     cuda = args.device.startswith("cuda")
-    recipe = SHAPES if args.dataset == "shapes" else RECIPE
-    for key, value in {**recipe, "precision": "bf16" if cuda else "fp32", "compile": cuda}.items():
+    args.model = args.model or ("demo" if args.dataset == "shapes" else "ViT-B-16")
+    args.pretrained = args.pretrained or (None if dear.weights_folder(args.model) else "openai")
+    args.precision = args.precision or ("bf16" if cuda else "fp32")
+    args.compile = cuda if args.compile is None else args.compile
+    return parser, args
+
+
+def resolve(args, name, shots, template, lambda_reg):
+    """The flags of one data set and number of shots: what is still open comes from RECIPES, SHAPES and the data set."""
+    args = copy.copy(args)
+    args.dataset, args.shots = name, shots
+    recipe = {"template": template, "lambda_reg": lambda_reg, "lr": 1e-3, "workers": min(8, os.cpu_count()),
+              **RECIPES[args.protocol]}
+    if name == "imagenet" and RECIPES[args.protocol] is not TRANSFER:
+        recipe.update(IMAGENET)
+    for key, value in {**recipe, **(SHAPES if name == "shapes" else {})}.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    args.pretrained = args.pretrained or (None if dear.weights_folder(args.model) else "openai")
-    model = Path(args.model).name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
-    args.output_dir = args.output_dir or Path("output", Path(args.dataset).resolve().name, model, folder)
-    return parser, args
+    if args.template.count("{}") != 1:
+        raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
+    model = Path(args.model).resolve().name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
+    protocol = "transfer" if RECIPES[args.protocol] is TRANSFER else args.protocol     # one training serves both
+    args.output_dir = args.output_dir / protocol / Path(name).resolve().name / model / re.sub(
+        r"[^\w.=+-]+", "_", "-".join(filter(None, [f"{shots}shots", args.variant])))
+    return args
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -127,14 +184,14 @@ def make_losses(args, model, prompts):
 
 
 def train(args, model, losses, items, seed, settings, partial):
-    """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, for --resume.
+    """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, to go on from.
 
     Returns the last epoch's mean of each loss term, and seconds. Errors: FloatingPointError where a loss is not finite.
     """
     first, began = 0, time.time()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
     augment = data.transform(model.clip, train=True)
-    if args.resume and partial.exists():
+    if partial.exists():
         state = dear.read_checkpoint(partial, optimizer=dict, losses=dict, epoch=int, seconds=float)
         model.load_trained(state["trained"])
         optimizer.load_state_dict(state["optimizer"])
@@ -180,31 +237,26 @@ def accuracy(args, clip, items, logits):
     return {branch: 100 * count / len(items) for branch, count in right.items()}
 
 
-def zero_shot(args, model, prompts):
-    """Frozen CLIP's logits, on the same prompts."""
-    with autocast(args):
-        f_text0 = model.frozen_text(prompts)
+def branches(args, model, prompts):
+    """Logits of frozen CLIP and of DeAR: fused (what is reported), the class feature's and the attribute features' alone.
 
-    def logits(images):
-        with autocast(args):
-            f_cls0 = model.frozen_image(model.image_prefix(images))
-        return {"CLIP": f_cls0 @ f_text0.T}
-    return logits
-
-
-def adapted(args, model, prompts):
-    """DeAR's logits: fused (what is reported), and those of the class feature and of the attribute features alone."""
+    One image prefix serves all of them; text features are computed once.
+    """
     with torch.no_grad(), autocast(args):
-        f_text, alpha, tau = model.adapted_text(prompts), model.alpha, model.clip.tau
+        f_text0, f_text = model.frozen_text(prompts), model.adapted_text(prompts)
+    alpha, tau = model.alpha.detach(), model.clip.tau
     alone = alpha * (torch.arange(len(alpha), device=alpha.device) > 0)
 
     def logits(images):
         with autocast(args):
-            f_cls, f_attr = model.adapted_image(model.image_prefix(images))
-        branches = {"fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau), "class": f_cls @ f_text.T}
-        if len(alpha) > 1:
-            branches["attributes"] = dear.fuse(f_cls, f_attr, f_text, alone, tau)
-        return branches
+            x = model.image_prefix(images)
+            f_cls, f_attr = model.adapted_image(x)
+            f_cls0 = model.frozen_image(x)
+        found = {"CLIP": f_cls0 @ f_text0.T, "fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau),
+                 "class": f_cls @ f_text.T}
+        if alone.any():
+            found["attributes"] = dear.fuse(f_cls, f_attr, f_text, alone, tau)
+        return found
     return logits
 
 
@@ -225,31 +277,24 @@ def what_decides(args, dataset, model):
     images = [(item.image.parts[-2:] if isinstance(item.image, Path) else "", item.label)
               for item in dataset.train + dataset.test]
     return {**{flag: getattr(args, flag) for flag in FLAGS}, "quick_gelu": model.clip.quick_gelu,
+            "classes": "base" if args.protocol == "base2novel" else "all",
             "data": digest((dataset.classes, images)), "weights": model.clip.fingerprint,
             "roles": digest((model.roles.attributes, model.roles.visible.tolist()))}
 
 
-def check_earlier(args, settings):
-    """Refuses to mix two runs, or to write one over another: what the output folder holds must be of these settings."""
-    for file in args.output_dir.glob("seed*.pt"):
-        same(args, file, dear.read_checkpoint(file, settings=dict)["settings"], settings)
-    file = args.output_dir / "results.json"
-    if file.exists() and not args.eval_only:
-        try:
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-            earlier, others = dict(earlier["settings"]), {int(run["seed"]) for run in earlier["runs"]} - set(args.seeds)
-        except (ValueError, KeyError, TypeError):
-            raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
-        same(args, file, earlier, settings)
-        if others:
-            raise data.InputError(f"{file} also holds seed {min(others)}: name it, too, with --resume, which keeps what "
-                                  "is trained; or give another --output-dir")
+def read_result(file):
+    """What an earlier run wrote. Errors: InputError."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        return {**result, "settings": dict(result["settings"]), "tests": dict(result["tests"])}
+    except (ValueError, KeyError, TypeError):
+        raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
 
 
 def same(args, file, earlier, settings):
     for key in settings:
         if earlier.get(key) != settings[key] and not (args.eval_only and key == "precision"):
-            what = (f"other {key}" if key in ("data", "weights", "roles")
+            what = (f"other {key}" if key in ("data", "weights", "roles", "classes")
                     else f"{key} {earlier.get(key)}, not {settings[key]}")
             raise data.InputError(f"{file} was made with {what}: " + (
                 "it is tested with the flags it was trained with" if args.eval_only
@@ -257,7 +302,19 @@ def same(args, file, earlier, settings):
 
 
 def choose_roles(args, clip):
-    """The role map: --roles, else the checkpoint's own as computed by roles.py, else the paper's published heads."""
+    """The role map, with its part of --ablate taken out."""
+    table = role_map(args, clip)
+    if args.ablate == "no-mask":
+        table = table._replace(visible=torch.ones_like(table.visible))
+    elif args.ablate == "generalization-mask":            # attribute heads are open to every attribute
+        table = table._replace(visible=table.visible.any(dim=-1, keepdim=True).expand_as(table.visible))
+    elif args.ablate == "no-attributes":
+        table = table._replace(attributes=(), visible=table.visible[..., :0])
+    return table
+
+
+def role_map(args, clip):
+    """--roles, else the checkpoint's own map as computed by roles.py, else the paper's published heads."""
     if args.roles in ("mixed", "generalization"):
         return dear.uniform_roles(args.roles, clip)
     if args.roles or roles.map_path(clip).is_file():
@@ -273,128 +330,135 @@ def choose_roles(args, clip):
 
 
 def run(args):
-    """One command: data, CLIP and roles, then zero-shot CLIP, each seed's training and testing, table, results.json."""
-    dataset, template, lambda_reg = data.load(args.dataset, args.data_root, args.split)
-    if len(dataset.classes) < 4:
-        raise data.InputError(f"--dataset {args.dataset} has {len(dataset.classes)} classes; base-to-novel needs four")
-    args.template = template if args.template is None else args.template
-    if args.template.count("{}") != 1:
-        raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
-    args.lambda_reg = lambda_reg if args.lambda_reg is None else args.lambda_reg
+    """A sweep over data sets, shots and seeds. All data are read before any model is loaded."""
+    if args.summarize:
+        return summarize(args.summarize)
+    if args.predict or args.retrieve:
+        model, saved = dear.load_checkpoint(args.checkpoint, device=args.device, classes=list, template=str)
+        return predict(args, model, saved) if args.predict else retrieve(args, model)
+    names = data.TRAINABLE if args.dataset == "all" else [args.dataset]
+    loaded = {name: data.load(name, args.data_root, args.split) for name in names}
+    targets = {name: data.load(name, args.data_root) for name in args.targets or ()}
+    for name, (dataset, *_) in loaded.items():
+        needed = 4 if args.protocol == "base2novel" else 2
+        if len(dataset.classes) < needed or not dataset.train:
+            raise data.InputError(f"--dataset {name} has {len(dataset.classes)} classes and {len(dataset.train)} training "
+                                  f"images; --protocol {args.protocol} needs {needed} classes, and images of them")
+    tasks = [(resolve(args, name, shots, *loaded[name][1:]), loaded[name][0]) for name in names for shots in args.shots]
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta,
                       flex=args.compile and args.device.startswith("cuda"))
-    settings = what_decides(args, dataset, model)
-    with locked(args.output_dir):
-        base_to_novel(args, dataset, model, settings)
+    results = []
+    for task, dataset in tasks:
+        labels, tests = protocol(task, dataset, targets)
+        settings = what_decides(task, dataset, model)
+        announce(task, dataset, model, tests)
+        results += [train_and_test(task, dataset, model, labels, tests, settings, seed)
+                    for seed in dict.fromkeys(args.seeds)]
+    report(results)
 
 
-@contextmanager
-def locked(folder):
-    """Makes an output folder and lets one run at a time write to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise data.InputError(f"another run is writing to {folder}: give another --output-dir") from None
-        yield
+def protocol(args, dataset, targets):
+    """What is trained on, as labels, and what is tested: {name: (class names, items, template)}."""
+    def part(labels):
+        return [dataset.classes[label] for label in labels], data.select(dataset.test, labels), args.template
+    base, novel = data.halves(dataset.classes)
+    if args.protocol == "base2novel":                     # each half among its own names
+        return base, {"base": part(base), "novel": part(novel)}
+    tests = {Path(args.dataset).resolve().name: part(base + novel)}
+    for name, (target, template, _) in targets.items():
+        tests[Path(name).resolve().name] = target.classes, target.test, template
+    return base + novel, tests
 
 
-def base_to_novel(args, dataset, model, settings):
-    """CoOp's protocol: trained on the first half of the classes, tested on either half among its own names."""
-    clip = model.clip
-    trained = [int(file.stem[4:]) for file in args.output_dir.glob("seed*.pt") if file.stem[4:].isdecimal()]
-    args.seeds = sorted(set(args.seeds or (args.eval_only and trained) or [1]))
-    check_earlier(args, settings)
-    halves = dict(zip(("base", "novel"), data.halves(dataset.classes)))
-    names = {half: [dataset.classes[label] for label in halves[half]] for half in halves}
-    texts = {half: data.prompts(args.template, names[half]) for half in halves}
-    prompts = {half: model.prompts(dear.tokenize(clip, texts[half])) for half in halves}
-    test = {half: data.select(dataset.test, labels) for half, labels in halves.items()}
-    shots = {seed: data.select(data.few_shot(dataset.train, dataset.val, args.shots, seed)[0], halves["base"])
-             for seed in args.seeds}
-    per_class = Counter(item.label for item in shots[args.seeds[0]]).values()
+def announce(args, dataset, model, tests):
+    clip, first = model.clip, next(iter(tests.values()))
     activation = f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from})"
-    print(f"data      {args.dataset}: {len(names['base'])} base and {len(names['novel'])} novel classes, "
-          f"{sum(per_class)} training images ({min(per_class)} to {max(per_class)} a class), "
-          f"{len(test['base'])} and {len(test['novel'])} test images; split: {dataset.split}\n"
+    tested = ", ".join(f"{name} {len(names)} classes, {len(items)} test images" for name, (names, items, _) in tests.items())
+    print(f"\ndata      {args.dataset}: {tested}; split: {dataset.split}\n"
           f"model     {' '.join(filter(None, (clip.name, clip.pretrained)))}, {activation}, "
           f"{sum(p.numel() for p in model.parameters()):,} parameters, "
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
-          f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes)}\n"
-          f"prompt    {texts['base'][0]!r}\n"
-          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items())}", flush=True)
-    if min(per_class) < args.shots:
-        print(f"note: there are classes with fewer than {args.shots} training images")
+          f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes) or 'none'}\n"
+          f"prompt    {data.prompts(args.template, first[0])[0]!r}\n"
+          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items() if value is not None)}", flush=True)
 
-    clip_row = {half: accuracy(args, clip, test[half], zero_shot(args, model, prompts[half]))["CLIP"]
-                for half in halves}
-    print(f"zero-shot CLIP: base {clip_row['base']:.2f}, novel {clip_row['novel']:.2f}", flush=True)
-    losses, runs = make_losses(args, model, prompts["base"]), []
-    for seed in args.seeds:
-        final, partial = args.output_dir / f"seed{seed}.pt", args.output_dir / f"seed{seed}.part.pt"
-        if args.eval_only or (args.resume and final.exists()):
+
+@contextmanager
+def locked(folder, seed):
+    """Makes an output folder and lets one run at a time write a seed's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".seed{seed}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise data.InputError(f"another run is writing seed {seed} to {folder}: wait, or give another --output-dir"
+                                  ) from None
+        yield
+
+
+def write_json(file, value):
+    file.with_suffix(".tmp").write_text(json.dumps(value, indent=1))
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def train_and_test(args, dataset, model, labels, tests, settings, seed):
+    """One seed: trained, unless its checkpoint is there, and tested on what its result does not hold yet."""
+    file, final, partial = [args.output_dir / f"seed{seed}{suffix}" for suffix in (".json", ".pt", ".part.pt")]
+    with locked(args.output_dir, seed):
+        for path in (file, final, partial):
+            if path.exists():
+                same(args, path, (read_result(path) if path == file
+                                  else dear.read_checkpoint(path, settings=dict))["settings"], settings)
+        result = read_result(file) if file.exists() else {"tests": {}}
+        if args.eval_only:
+            file, result = file.with_suffix(".eval.json"), {"tests": {}}
+        elif all(name in result["tests"] for name in tests):
+            print(f"{file} is finished", flush=True)
+            return result
+        chosen = data.few_shot(dataset.train, dataset.val, args.shots, seed)           # of all classes, as Dassl does
+        items = data.select(chosen[0], labels)
+        names = [dataset.classes[label] for label in labels]
+        prompts = model.prompts(dear.tokenize(model.clip, data.prompts(args.template, names)))
+        if args.eval_only or final.exists():
             saved = dear.read_checkpoint(final, losses=dict, seconds=float)
             model.load_trained(saved["trained"])
             means, seconds = saved["losses"], saved["seconds"]
         else:
+            write_json(args.output_dir / f"seed{seed}.images.json", {
+                part: [[str(item.image) if isinstance(item.image, Path) else "rendered", item.label,
+                        dataset.classes[item.label]] for item in found] for part, found in zip(("train", "val"), chosen)})
             model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
-            means, seconds = train(args, model, losses, shots[seed], seed, settings, partial)
-            dear.save_checkpoint(final, model, settings=settings, seed=seed, classes=names["base"],
-                                 template=args.template, losses=means, seconds=seconds)
+            per_class = Counter(item.label for item in items).values()
+            frozen = accuracy(args, model.clip, items, branches(args, model, prompts))["CLIP"]
+            print(f"seed {seed}  {len(items)} training images, {min(per_class)} to {max(per_class)} a class; zero-shot "
+                  f"CLIP names {frozen:.2f} % of them", flush=True)                    # a fault in the data shows here
+            means, seconds = train(args, model, make_losses(args, model, prompts), items, seed, settings, partial)
+            dear.save_checkpoint(final, model, settings=settings, seed=seed, classes=names, template=args.template,
+                                 losses=means, seconds=seconds)
             partial.unlink()
-        branches = {half: accuracy(args, clip, test[half], adapted(args, model, prompts[half])) for half in halves}
-        runs.append({"seed": seed, **{half: branches[half]["fused"] for half in halves}, "branches": branches,
-                     "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "losses": means,
-                     "seconds": round(seconds, 2), "checkpoint": str(final)})
-    report(args, dataset, model, settings, clip_row, runs)
-
-
-def report(args, dataset, model, settings, clip_row, runs):
-    """Prints the table and writes results.json."""
-    halves = ("base", "novel")
-    columns = {half: [r[half] for r in runs] for half in halves}
-    columns["HM"] = [harmonic_mean(*pair) for pair in zip(columns["base"], columns["novel"])]
-    mean = {half: statistics.mean(columns[half]) for half in halves}
-    mean["HM"] = harmonic_mean(mean["base"], mean["novel"])                            # of the means, as the field does
-    clip_row = {**clip_row, "HM": harmonic_mean(clip_row["base"], clip_row["novel"])}
-    std = {name: statistics.stdev(values) for name, values in columns.items()} if len(runs) > 1 else None
-    alpha = {name: statistics.mean(r["alpha"][name] for r in runs) for name in runs[0]["alpha"]}
-
-    name, seeds = Path(args.dataset).name, ",".join(str(r["seed"]) for r in runs)
-    wide, wide_seeds = max(len(name), len("  attributes")), max(len(seeds), len("seeds"))
-
-    def row(label, cells, shots="", seeds=""):
-        print(f"{label:{wide}} {shots:>6}  {seeds:>{wide_seeds}} | " + " ".join(f"{cell:>6}" for cell in cells))
-    print()
-    row(name, mean, "shots", "seeds")
-    row("CLIP", (f"{clip_row[column]:.2f}" for column in mean))
-    row("DeAR", (f"{mean[column]:.2f}" for column in mean), args.shots, seeds)
-    if std:
-        row("  ± std", (f"{std[column]:.2f}" for column in mean))
-    for branch in list(runs[0]["branches"]["base"])[1:]:  # the class feature alone, the attribute features alone
-        row(f"  {branch}", (f"{statistics.mean(r['branches'][half][branch] for r in runs):.2f}" for half in halves))
-    print("\nα  " + "  ".join(f"{name} {value:.3f}" for name, value in alpha.items()))
-
-    cuda = args.device.startswith("cuda")
-    results = {
-        "config": {**vars(args), "output_dir": str(args.output_dir), "quick_gelu": model.clip.quick_gelu},
-        "settings": settings, "split": dataset.split, "roles": model.roles.source,
-        "zero_shot": clip_row, "DeAR": mean, "std": std, "alpha": alpha, "runs": runs,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in
-                                                             ("torch", "torchvision", "open_clip_torch")}},
-        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
-        "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20 if cuda
-                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                                / (2**20 if sys.platform == "darwin" else 2**10)),
-    }
-    file = args.output_dir / ("eval.json" if args.eval_only else "results.json")
-    part = file.with_suffix(".tmp")
-    part.write_text(json.dumps(results, indent=1))
-    os.replace(part, file)
-    print(f"\ncheckpoint{'s' if len(runs) > 1 else ''}  {' '.join(r['checkpoint'] for r in runs)}\nresults     {file}")
+        cuda = args.device.startswith("cuda")
+        result = {
+            "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+            "settings": settings, "dataset": Path(args.dataset).resolve().name, "shots": args.shots, "seed": seed,
+            "variant": args.variant, "protocol": args.output_dir.parts[-4], "model": args.output_dir.parts[-2],
+            "split": dataset.split, "roles": model.roles.source, "checkpoint": str(final), "losses": means,
+            "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "seconds": round(seconds, 2),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(),
+            "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in
+                                                                 ("torch", "torchvision", "open_clip_torch")}},
+            "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
+            "tests": result["tests"]}
+        for name, (classes, items, template) in tests.items():
+            if name not in result["tests"]:
+                prompts = model.prompts(dear.tokenize(model.clip, data.prompts(template, classes)))
+                found = accuracy(args, model.clip, items, branches(args, model, prompts))
+                result["tests"][name] = {"classes": len(classes), "images": len(items), **found}
+                result["peak_memory_mb"] = round(
+                    torch.cuda.max_memory_allocated() / 2**20 if cuda else
+                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))
+                write_json(file, result)                  # after each, so that an interrupted run goes on
+        return result
 
 
 def commit():
@@ -406,9 +470,338 @@ def commit():
         return None
 
 
+# ------------------------------------------------------------------------------------------------------------ reports
+
+BRANCHES = {"CLIP": "CLIP", "fused": "DeAR", "class": "  class", "attributes": "  attributes"}
+
+
+def gather(results):
+    """Results → {(protocol, model, variant, shots): {data set: {test: {branch: one accuracy per seed}}}}, and seeds."""
+    groups = {}
+    for result in sorted(results, key=lambda result: result["seed"]):
+        key = tuple(result[name] for name in ("protocol", "model", "variant", "shots"))
+        tests = groups.setdefault(key, {}).setdefault(result["dataset"], {})
+        tests.setdefault("seeds", []).append(result["seed"])
+        for test, found in result["tests"].items():
+            for branch in BRANCHES.keys() & found.keys():
+                tests.setdefault(test, {}).setdefault(branch, []).append(found[branch])
+    return groups
+
+
+def row(tests, branch, spread=False):
+    """One row of a table: {column: mean over the seeds}, or their standard deviation. Base and novel get their HM: of
+    the means, and of each seed for the deviation. Targets get their average."""
+    values = {test: found[branch] for test, found in tests.items() if test != "seeds" and branch in found}
+    if spread:
+        if set(values) == {"base", "novel"}:
+            values["HM"] = [harmonic_mean(*pair) for pair in zip(values["base"], values["novel"])]
+        return {test: statistics.stdev(found) for test, found in values.items() if len(found) > 1}
+    return with_mean({test: statistics.mean(found) for test, found in values.items()})
+
+
+def with_mean(columns):
+    if set(columns) == {"base", "novel"}:
+        return {**columns, "HM": harmonic_mean(columns["base"], columns["novel"])}
+    targets = list(columns.values())[1:]                  # the first is what was trained on
+    return {**columns, "average": statistics.mean(targets)} if targets else columns
+
+
+def average(rows):
+    """The mean over data sets of rows with the same columns; HM is that of the means, as the field does."""
+    return with_mean({name: statistics.mean(row[name] for row in rows) for name in rows[0] if name != "HM"})
+
+
+def report(results):
+    """Prints a table for each data set, and their average."""
+    for (protocol, _, _, shots), datasets in gather(results).items():
+        rows = {}
+        for name, tests in datasets.items():
+            for branch in BRANCHES:
+                rows.setdefault(branch, {})[name] = row(tests, branch)
+            table(name, {BRANCHES[branch]: rows[branch][name] for branch in BRANCHES}, row(tests, "fused", spread=True),
+                  shots, ",".join(map(str, tests["seeds"])))
+        if len(datasets) > 1:
+            same_columns = {branch: [{"all": next(iter(found.values()))} if protocol == "fewshot" else found
+                                     for found in rows[branch].values()] for branch in ("CLIP", "fused")}
+            table(f"average of {len(datasets)}", {BRANCHES[branch]: average(found)
+                                                  for branch, found in same_columns.items()}, {}, shots, "")
+    alpha = {name: statistics.mean(result["alpha"][name] for result in results) for name in results[0]["alpha"]}
+    print("\nα  " + "  ".join(f"{name} {value:.3f}" for name, value in alpha.items()))
+    print("\ncheckpoints and results  " + " ".join(result["checkpoint"] for result in results))
+
+
+def table(title, rows, spread, shots, seeds):
+    columns = next(iter(rows.values()))
+    wide = [max(6, len(column)) for column in columns]
+
+    def line(label, cells, shots="", seeds_=""):
+        print(f"{label:{max(14, len(title))}} {shots:>6}  {seeds_:>{max(5, len(seeds))}} | "
+              + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, wide)))
+    print()
+    line(title, columns, "shots", "seeds")
+    for label, found in rows.items():
+        if found:
+            ours = label == "DeAR"
+            line(label, (f"{found[column]:.2f}" for column in columns), *((shots, seeds) if ours else ()))
+            if ours and spread:
+                line("  ± std", (f"{spread[column]:.2f}" if column in spread else "" for column in columns))
+
+
+def summarize(folder):
+    """Writes summary.md, and fewshot.png where there are results of that protocol: our results in `folder` beside the
+    published ones (published.json, with its sources)."""
+    files = [file for file in sorted(folder.rglob("seed*.json")) if re.fullmatch(r"seed\d+", file.stem)]
+    if not files:
+        raise data.InputError(f"--summarize {folder}: no seed*.json in it; train first, or name another folder")
+    groups = gather(map(read_result, files))
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    sections = [base_to_novel_section(groups, published), ablation_section(groups),
+                *[transfer_section(groups, published, *one) for one in (
+                    ("cross", "Table 3: cross-dataset, trained on ImageNet", data.TRAINABLE),
+                    ("domain", "Table 4: domain generalization, trained on ImageNet", ["imagenet", *data.VARIANTS]))],
+                *other_transfers(groups), few_shot_section(groups, published, folder)]
+    text = "\n\n".join(["# Results\n\nAccuracy in percent, mean ± standard deviation over seeds. *Published* rows are "
+                        "other people's figures, copied (published.json says from where); – is a figure we do not have.",
+                        *filter(None, sections)]) + "\n"
+    part = folder / "summary.md.tmp"
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, folder / "summary.md")
+    print(f"{text}\n{folder / 'summary.md'}")
+
+
+PUBLISHED = Path(__file__).resolve().with_name("published.json")
+
+
+def markdown(title, columns, rows):
+    """A section. rows: label → {column: text}."""
+    lines = [[label, *[cells.get(column, "–") for column in columns]] for label, cells in rows]
+    return "\n".join([f"## {title}", "", f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|",
+                      *[f"| {' | '.join(line)} |" for line in lines]])
+
+
+def cells(means, spread=()):
+    return {name: f"{value:.2f}" + (f" ± {spread[name]:.2f}" if name in spread else "")
+            for name, value in means.items() if value is not None}
+
+
+def ours(key):
+    _, model, variant, shots = key
+    return ", ".join(filter(None, (f"**DeAR, ours** ({model}", f"{shots} shots", variant.replace("-", ", ")))) + ")"
+
+
+def base_to_novel_section(groups, published):
+    groups = {key: datasets for key, datasets in groups.items() if key[0] == "base2novel" and "ablate=" not in key[2]}
+    if not groups:
+        return None
+    rows, names = [], [name for name in data.TRAINABLE if any(name in found for found in groups.values())]
+    names += sorted({name for found in groups.values() for name in found} - set(names))
+    for name in ["average", *names]:
+        rows.append((f"***{name}***", dict.fromkeys(("base", "novel", "HM"), "")))
+        for method, found in published["base2novel"].items():
+            if name in found:
+                base, novel, *hm = found[name]
+                hm = hm or [harmonic_mean(base, novel) if base and novel else None]
+                rows.append((f"{method}, published", cells({"base": base, "novel": novel, "HM": hm[0]})))
+        for key, datasets in groups.items():
+            for branch in ("CLIP", "fused"):
+                label = ours(key) if branch == "fused" else f"CLIP, ours ({key[1]})"
+                if name in datasets:
+                    rows.append((label, cells(row(datasets[name], branch), row(datasets[name], branch, spread=True))))
+                elif name == "average":
+                    of = f", over {len(datasets)} data set{'s' if len(datasets) > 1 else ''}"
+                    rows.append((label + of, cells(average([row(tests, branch) for tests in datasets.values()]))))
+    return markdown("Table 2: base-to-novel", ("base", "novel", "HM"), rows)
+
+
+def ablation_section(groups):
+    """Each ablation beside the full method on the data sets that both have; the paper's own figures are not at hand."""
+    rows = []
+    for key, datasets in groups.items():
+        full = groups.get((*key[:2], "", key[3]), {})
+        common = [name for name in datasets if name in full]
+        if key[0] == "base2novel" and key[2].startswith("ablate=") and common:
+            for label, found in (("DeAR", full), (key[2].removeprefix("ablate="), datasets)):
+                rows.append((f"{label}, {key[1]}, {key[3]} shots, over {', '.join(common)}",
+                             cells(average([row(found[name], "fused") for name in common]))))
+    return markdown("Ablations, base-to-novel", ("base", "novel", "HM"), dict(rows).items()) if rows else None
+
+
+def transfer_section(groups, published, protocol, title, columns):
+    """Table 3 or 4: trained on ImageNet, tested on `columns`."""
+    rows = []
+    for key, datasets in groups.items():
+        tests = datasets.get("imagenet", {}) if key[0] == "transfer" else {}
+        chosen = {name: tests[name] for name in columns if name in tests}
+        if len(chosen) > 1:
+            rows += transfer_rows(key, chosen)
+    rows = rows and [(f"{method}, published", cells({k: v for k, v in found.items() if k != "source"}))
+                     for method, found in published[protocol].items()] + rows
+    return markdown(title, (*columns, "average"), rows) if rows else None
+
+
+def transfer_rows(key, tests):
+    return [(label, cells(row(tests, branch), row(tests, branch, spread=True)))
+            for branch, label in (("CLIP", f"CLIP, ours ({key[1]})"), ("fused", ours(key)))]
+
+
+def other_transfers(groups):
+    """A section for each other data set that was trained on, and for ImageNet's own targets."""
+    sections = []
+    for key, datasets in groups.items():
+        for source, tests in datasets.items() if key[0] == "transfer" else ():
+            chosen = {name: found for name, found in tests.items()
+                      if name != "seeds" and (source != "imagenet" or name not in [*data.TRAINABLE[1:], *data.VARIANTS])}
+            if len(chosen) > 1:
+                sections.append(markdown(f"Cross-dataset, trained on {source}", (*chosen, "average"),
+                                         transfer_rows(key, chosen)))
+    return sections
+
+
+def few_shot_section(groups, published, folder):
+    """Figure 4: accuracy over shots, a panel per data set and one for the average over the eleven where all are there."""
+    lines = {}                                            # {data set: {method: {shots: accuracy}}}
+    for (protocol, model, variant, shots), datasets in groups.items():
+        if protocol == "fewshot":
+            for name, tests in datasets.items():
+                label = " ".join(filter(None, ("DeAR, ours", model, variant)))
+                lines.setdefault(name, {}).setdefault(label, {})[shots] = next(iter(row(tests, "fused").values()))
+            if set(data.TRAINABLE) <= set(datasets):
+                lines.setdefault("average", {}).setdefault(label, {})[shots] = statistics.mean(
+                    lines[name][label][shots] for name in data.TRAINABLE)
+    if not lines:
+        return None
+    for name, methods in lines.items():
+        for method, found in published["fewshot"].items():
+            if name in found:
+                methods[f"{method}, published"] = {int(k): v for k, v in found[name].items()}
+    import matplotlib                                     # only here: it takes a second to load
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    wide = min(4, len(lines))
+    figure, axes = pyplot.subplots(-(-len(lines) // wide), wide, squeeze=False, layout="constrained",
+                                   figsize=(4.2 * wide, 3.2 * -(-len(lines) // wide)))
+    for axis in axes.flat[len(lines):]:
+        axis.set_axis_off()
+    for axis, (name, methods) in zip(axes.flat, lines.items()):
+        for method, found in methods.items():
+            own = method.startswith("DeAR, ours")
+            if set(found) == {0}:                         # zero-shot: the same at any number
+                axis.axhline(found[0], color="gray", linestyle=":", label=method)
+                continue
+            axis.plot(sorted(found), [found[k] for k in sorted(found)], "o-" if own else ".--", label=method)
+        axis.set(title=name, xscale="log", xlabel="shots", ylabel="accuracy (%)")
+        ticks = sorted({k for found in methods.values() for k in found if k})
+        axis.set_xticks(ticks, map(str, ticks), minor=False)
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
+    figure.savefig(folder / "fewshot.png.tmp", format="png", dpi=130)
+    os.replace(folder / "fewshot.png.tmp", folder / "fewshot.png")
+    shots = sorted({k for methods in lines.values() for found in methods.values() for k in found})
+    return markdown("Figure 4: few-shot, accuracy over shots", [f"{k} shots" for k in shots],
+                    [(f"{name}: {method}", {f"{k} shots": f"{value:.2f}" for k, value in found.items()})
+                     for name, methods in lines.items() for method, found in methods.items()]
+                    ) + "\n\n![accuracy over shots](fewshot.png)"
+
+
+# -------------------------------------------------------------------------------------------------- use what was trained
+
+TOP = 5
+
+
+def images_at(path):
+    """The items of an image, or of a folder of images."""
+    items = [data.Item(file, 0) for file in (data.image_files(path) if path.is_dir() else [path])]
+    if not items or not items[0].image.is_file():
+        raise data.InputError(f"{path}: no image there" if path.exists() else f"{path}: there is no such file or folder")
+    return items
+
+
+@torch.no_grad()
+def predict(args, model, saved):
+    """The most probable class names by the fused logits: of an image as lines, of a folder as CSV."""
+    items, names = images_at(args.predict), args.classes or saved["classes"]
+    prompts = model.prompts(dear.tokenize(model.clip, data.prompts(args.template or saved["template"], names)))
+    logits, top = branches(args, model, prompts), min(TOP, len(names))
+    out = csv.writer(sys.stdout)
+    if args.predict.is_dir():
+        out.writerow(["image", *[f"{what}{k}" for k in range(1, top + 1) for what in ("class", "probability")]])
+    done = 0
+    for images, _ in data.batches(items, data.transform(model.clip, train=False), EVAL_BATCH, workers=args.workers or 0):
+        values, classes = logits(images.to(args.device))["fused"].softmax(dim=1).topk(top)
+        for one, best in zip(values.tolist(), classes.tolist()):
+            if args.predict.is_dir():
+                out.writerow([items[done].image, *[cell for p, k in zip(one, best) for cell in (names[k], f"{p:.4f}")]])
+            else:
+                print("\n".join(f"{p:7.2%}  {names[k]}" for p, k in zip(one, best)))
+            done += 1
+        sys.stdout.flush()
+
+
+@torch.no_grad()
+def features(args, model, items):
+    """f_cls and each f_attr of images, `[n, 1 + A, E]`, normalised."""
+    found = []
+    for images, _ in tqdm(data.batches(items, data.transform(model.clip, train=False), EVAL_BATCH,
+                                       workers=args.workers or 0), "images", leave=False, disable=None):
+        with autocast(args):
+            f_cls, f_attr = model.adapted_image(model.image_prefix(images.to(args.device)))
+        found.append(torch.cat([f_cls[:, None], f_attr], dim=1).cpu())
+    return torch.cat(found)
+
+
+def retrieve(args, model):
+    """Attribute-conditioned retrieval (paper, Figure 3): the nearest images by the class feature and by each attribute's.
+    """
+    rows = ("class", *model.roles.attributes)
+    if args.retrieve == "shapes":
+        return neighbours_share(rows, *demo_features(args, model))
+    query, gallery = images_at(Path(args.retrieve)), images_at(args.gallery)
+    gallery = [item for item in gallery if item.image.resolve() != query[0].image.resolve()]
+    near = torch.einsum("re,nre->rn", features(args, model, query)[0], features(args, model, gallery)).topk(
+        min(TOP, len(gallery)))
+    size = 128
+    picture = Image.new("RGB", (size * (TOP + 2), size * len(rows)), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    for r, name in enumerate(rows):
+        draw.text((size / 2, size * (r + .5)), name, "black", font, anchor="mm")
+        for column, item in enumerate([query[0], *[gallery[k] for k in near.indices[r].tolist()]], 1):
+            with Image.open(item.image) as image:
+                picture.paste(image.convert("RGB").resize((size - 4, size - 4)), (size * column + 2, size * r + 2))
+        print(f"{name:12} " + "  ".join(f"{gallery[k].image.name} {value:.3f}"
+                                        for value, k in zip(near.values[r].tolist(), near.indices[r].tolist())))
+    file = args.output_dir / f"retrieved-{Path(args.retrieve).stem}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(file.with_suffix(".tmp"), "PNG")
+    os.replace(file.with_suffix(".tmp"), file)
+    print(f"{file}: the query, then its {TOP} nearest")
+
+
+def demo_features(args, model):
+    """The demo's test images: features, and each one's factors."""
+    items = data.load("shapes")[0].test
+    return features(args, model, items), [item.image.info["scene"] for item in items]
+
+
+def neighbours_share(rows, found, scenes, top=TOP):
+    """Figure 3's claim as a number: how often an image's nearest others share its factor, by each row's feature."""
+    similar = torch.einsum("nre,mre->rnm", found, found)
+    similar.diagonal(dim1=1, dim2=2).fill_(-torch.inf)    # not the image itself
+    near = similar.topk(top, dim=2).indices               # [rows, n, top]
+    factors = list(scenes[0])
+    print(f"{len(scenes)} images; how many of each one's {top} nearest others share its factor, in percent\n"
+          f"{'by':12} " + " ".join(f"{factor:>9}" for factor in factors))
+    share = {factor: torch.tensor([[a[factor] == b[factor] for b in scenes] for a in scenes]) for factor in factors}
+    for r, name in enumerate(rows):
+        print(f"{name:12} " + " ".join(f"{100 * share[factor].gather(1, near[r]).float().mean():9.2f}"
+                                       for factor in factors))
+    others = len(scenes) - 1
+    print(f"{'chance':12} " + " ".join(f"{100 * (share[factor].sum(dim=1) - 1).float().mean() / others:9.2f}"
+                                       for factor in factors))
+
+
 def main(argv=None):
     parser, args = parse(argv)
-    roles.command(parser, run, args, "; the same command with --resume goes on from the last epoch")
+    roles.command(parser, run, args, "; the same command goes on from the last epoch")
 
 
 if __name__ == "__main__":
