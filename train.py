@@ -62,8 +62,8 @@ def parse(argv):
     # What to learn from
     add("--dataset", help=f"shapes (the demo, default), {', '.join(data.DATASETS)}, all for the first eleven of them, "
                           "or a folder with one folder per class")
-    add("--protocol", choices=RECIPES, default="base2novel", help="base2novel: trained on half the classes; fewshot: on "
-        "all; cross, domain: trained on --dataset (imagenet), tested on --targets, too")
+    add("--protocol", choices=RECIPES, default="base2novel", help="base2novel: trained on half the classes; fewshot: "
+        "on all; cross, domain: trained on --dataset (imagenet), tested on --targets, too")
     add("--targets", nargs="+", help="of cross: default the ten others; of domain: ImageNet's four variants")
     add("--data-root", "--root", default="data", help="where the data sets lie, in CoOp's layout")
     add("--split", help="a CoOp split file (JSON) to use instead of the data set's own")
@@ -97,7 +97,7 @@ def parse(argv):
         "<shots>shots and what is not default, in it")
     add("--eval-only", action="store_true", help="test the checkpoints of these flags again")
     # What was trained
-    add("--summarize", type=Path, metavar="FOLDER", help="tables of the results in it, beside the published: summary.md")
+    add("--summarize", type=Path, metavar="FOLDER", help="tables of its results beside the published: summary.md")
     add("--predict", type=Path, metavar="IMAGE_OR_FOLDER", help="top-5 class names; of a folder as CSV")
     add("--retrieve", metavar="IMAGE", help="its nearest images by each attribute, as a picture; shapes: how often the "
         "demo's share the attribute")
@@ -119,8 +119,9 @@ def parse(argv):
     if args.retrieve and args.retrieve != "shapes" and not args.gallery:
         parser.error("--retrieve IMAGE: needs --gallery FOLDER")
     # what differs from the defaults names the folder, so that ablations lie side by side
-    args.variant = "-".join(f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in ("ablate", "roles", *FLAGS)
-                            if flag != "shots" and getattr(args, flag) != parser.get_default(flag))
+    changed = [flag for flag in ("ablate", "roles", *FLAGS)
+               if flag != "shots" and getattr(args, flag) != parser.get_default(flag)]
+    args.variant = "-".join(f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in changed)
     for key, value in ABLATIONS.get(args.ablate, {}).items():
         setattr(args, key, value)
     cuda = args.device.startswith("cuda")
@@ -232,13 +233,14 @@ def accuracy(args, clip, items, logits):
                                "testing", leave=False, disable=None):
         for branch, value in logits(images.to(args.device)).items():
             if not value.isfinite().all():
-                raise FloatingPointError(f"the logits of {branch} are not finite: try a lower --lr, or --precision fp32")
+                raise FloatingPointError(f"the logits of {branch} are not finite: try a lower --lr, or "
+                                         "--precision fp32")
             right[branch] = right.get(branch, 0) + (value.argmax(dim=1).cpu() == labels).sum().item()
     return {branch: 100 * count / len(items) for branch, count in right.items()}
 
 
 def branches(args, model, prompts):
-    """Logits of frozen CLIP and of DeAR: fused (what is reported), the class feature's and the attribute features' alone.
+    """Logits of frozen CLIP and of DeAR: fused (which is reported), the class feature's, the attribute features'.
 
     One image prefix serves all of them; text features are computed once.
     """
@@ -342,8 +344,8 @@ def run(args):
     for name, (dataset, *_) in loaded.items():
         needed = 4 if args.protocol == "base2novel" else 2
         if len(dataset.classes) < needed or not dataset.train:
-            raise data.InputError(f"--dataset {name} has {len(dataset.classes)} classes and {len(dataset.train)} training "
-                                  f"images; --protocol {args.protocol} needs {needed} classes, and images of them")
+            raise data.InputError(f"--dataset {name} has {len(dataset.classes)} classes and {len(dataset.train)} "
+                                  f"training images; --protocol {args.protocol} needs {needed} classes, and images")
     tasks = [(resolve(args, name, shots, *loaded[name][1:]), loaded[name][0]) for name in names for shots in args.shots]
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta,
@@ -374,14 +376,16 @@ def protocol(args, dataset, targets):
 def announce(args, dataset, model, tests):
     clip, first = model.clip, next(iter(tests.values()))
     activation = f"{'QuickGELU' if clip.quick_gelu else 'GELU'} (by {clip.activation_from})"
-    tested = ", ".join(f"{name} {len(names)} classes, {len(items)} test images" for name, (names, items, _) in tests.items())
+    tested = ", ".join(f"{name} {len(names)} classes, {len(items)} test images"
+                       for name, (names, items, _) in tests.items())
     print(f"\ndata      {args.dataset}: {tested}; split: {dataset.split}\n"
           f"model     {' '.join(filter(None, (clip.name, clip.pretrained)))}, {activation}, "
           f"{sum(p.numel() for p in model.parameters()):,} parameters, "
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes) or 'none'}\n"
           f"prompt    {data.prompts(args.template, first[0])[0]!r}\n"
-          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items() if value is not None)}", flush=True)
+          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items() if value not in (None, ''))}",
+          flush=True)
 
 
 @contextmanager
@@ -427,7 +431,8 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
         else:
             write_json(args.output_dir / f"seed{seed}.images.json", {
                 part: [[str(item.image) if isinstance(item.image, Path) else "rendered", item.label,
-                        dataset.classes[item.label]] for item in found] for part, found in zip(("train", "val"), chosen)})
+                        dataset.classes[item.label]] for item in found]
+                for part, found in zip(("train", "val"), chosen)})
             model.reset(torch.Generator().manual_seed(seed), args.alpha_cls)
             per_class = Counter(item.label for item in items).values()
             frozen = accuracy(args, model.clip, items, branches(args, model, prompts))["CLIP"]
@@ -447,7 +452,8 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(),
             "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in
                                                                  ("torch", "torchvision", "open_clip_torch")}},
-            "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()} {torch.get_num_threads()} threads",
+            "hardware": (torch.cuda.get_device_name() if cuda
+                         else f"{platform.machine()} {torch.get_num_threads()} threads"),
             "tests": result["tests"]}
         for name, (classes, items, template) in tests.items():
             if name not in result["tests"]:
@@ -561,7 +567,7 @@ def summarize(folder):
                     ("domain", "Table 4: domain generalization, trained on ImageNet", ["imagenet", *data.VARIANTS]))],
                 *other_transfers(groups), few_shot_section(groups, published, folder)]
     text = "\n\n".join(["# Results\n\nAccuracy in percent, mean ± standard deviation over seeds. *Published* rows are "
-                        "other people's figures, copied (published.json says from where); – is a figure we do not have.",
+                        "other people's figures, copied (published.json says from where); – stands for none.",
                         *filter(None, sections)]) + "\n"
     part = folder / "summary.md.tmp"
     part.write_text(text, encoding="utf-8")
@@ -650,7 +656,7 @@ def other_transfers(groups):
     for key, datasets in groups.items():
         for source, tests in datasets.items() if key[0] == "transfer" else ():
             chosen = {name: found for name, found in tests.items()
-                      if name != "seeds" and (source != "imagenet" or name not in [*data.TRAINABLE[1:], *data.VARIANTS])}
+                      if name != "seeds" and not (source == "imagenet" and name in list(data.DATASETS)[1:])}
             if len(chosen) > 1:
                 sections.append(markdown(f"Cross-dataset, trained on {source}", (*chosen, "average"),
                                          transfer_rows(key, chosen)))
@@ -658,7 +664,7 @@ def other_transfers(groups):
 
 
 def few_shot_section(groups, published, folder):
-    """Figure 4: accuracy over shots, a panel per data set and one for the average over the eleven where all are there."""
+    """Figure 4: accuracy over shots, a panel per data set, and one for the average where all eleven are there."""
     lines = {}                                            # {data set: {method: {shots: accuracy}}}
     for (protocol, model, variant, shots), datasets in groups.items():
         if protocol == "fewshot":
@@ -703,7 +709,7 @@ def few_shot_section(groups, published, folder):
                     ) + "\n\n![accuracy over shots](fewshot.png)"
 
 
-# -------------------------------------------------------------------------------------------------- use what was trained
+# ------------------------------------------------------------------------------------------------ use what was trained
 
 TOP = 5
 
@@ -712,7 +718,7 @@ def images_at(path):
     """The items of an image, or of a folder of images."""
     items = [data.Item(file, 0) for file in (data.image_files(path) if path.is_dir() else [path])]
     if not items or not items[0].image.is_file():
-        raise data.InputError(f"{path}: no image there" if path.exists() else f"{path}: there is no such file or folder")
+        raise data.InputError(f"{path}: {'no image there' if path.exists() else 'there is no such file or folder'}")
     return items
 
 
@@ -726,7 +732,8 @@ def predict(args, model, saved):
     if args.predict.is_dir():
         out.writerow(["image", *[f"{what}{k}" for k in range(1, top + 1) for what in ("class", "probability")]])
     done = 0
-    for images, _ in data.batches(items, data.transform(model.clip, train=False), EVAL_BATCH, workers=args.workers or 0):
+    preprocess = data.transform(model.clip, train=False)
+    for images, _ in data.batches(items, preprocess, EVAL_BATCH, workers=args.workers or 0):
         values, classes = logits(images.to(args.device))["fused"].softmax(dim=1).topk(top)
         for one, best in zip(values.tolist(), classes.tolist()):
             if args.predict.is_dir():
@@ -750,8 +757,7 @@ def features(args, model, items):
 
 
 def retrieve(args, model):
-    """Attribute-conditioned retrieval (paper, Figure 3): the nearest images by the class feature and by each attribute's.
-    """
+    """Attribute-conditioned retrieval (paper, Figure 3): the nearest by the class feature and by each attribute's."""
     rows = ("class", *model.roles.attributes)
     if args.retrieve == "shapes":
         return neighbours_share(rows, *demo_features(args, model))
