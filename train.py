@@ -352,6 +352,7 @@ def run(args):
                       flex=args.compile and args.device.startswith("cuda"))
     results = []
     for task, dataset in tasks:
+        torch.compiler.reset()                            # else many data sets use up Dynamo's limit of recompilations
         labels, tests = protocol(task, dataset, targets)
         settings = what_decides(task, dataset, model)
         announce(task, dataset, model, tests)
@@ -409,6 +410,9 @@ def write_json(file, value):
 def train_and_test(args, dataset, model, labels, tests, settings, seed):
     """One seed: trained, unless its checkpoint is there, and tested on what its result does not hold yet."""
     file, final, partial = [args.output_dir / f"seed{seed}{suffix}" for suffix in (".json", ".pt", ".part.pt")]
+    cuda = args.device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     with locked(args.output_dir, seed):
         for path in (file, final, partial):
             if path.exists():
@@ -442,7 +446,6 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
             dear.save_checkpoint(final, model, settings=settings, seed=seed, classes=names, template=args.template,
                                  losses=means, seconds=seconds)
             partial.unlink()
-        cuda = args.device.startswith("cuda")
         result = {
             "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
             "settings": settings, "dataset": Path(args.dataset).resolve().name, "shots": args.shots, "seed": seed,
@@ -728,7 +731,7 @@ def predict(args, model, saved):
     items, names = images_at(args.predict), args.classes or saved["classes"]
     prompts = model.prompts(dear.tokenize(model.clip, data.prompts(args.template or saved["template"], names)))
     logits, top = branches(args, model, prompts), min(TOP, len(names))
-    out = csv.writer(sys.stdout)
+    out = csv.writer(sys.stdout, lineterminator="\n")
     if args.predict.is_dir():
         out.writerow(["image", *[f"{what}{k}" for k in range(1, top + 1) for what in ("class", "probability")]])
     done = 0
