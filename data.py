@@ -65,11 +65,12 @@ def load(name, root="data", split=None):
     """Reads a data set. name: "shapes", a row of DATASETS or a folder. split: a CoOp split file to use instead of the
     usual one. Returns Data, its template and its λ_reg. Errors: InputError, before anything is decoded.
     """
-    source, own = DATASETS.get(name), ("a photo of a {}.", 1.0)
+    source = DATASETS.get(name)
     if source:
-        return read_known(name, source, Path(root), split), source.template, source.lambda_reg
-    data = read_shapes(split) if name == "shapes" else read_own(Path(name), split)
-    for part in ("train", "test"):
+        data, own = read_known(name, source, Path(root), split), (source.template, source.lambda_reg)
+    else:
+        data, own = read_shapes(split) if name == "shapes" else read_own(Path(name), split), ("a photo of a {}.", 1.0)
+    for part in ("test",) if name in VARIANTS else ("train", "test"):
         empty = set(range(len(data.classes))) - {item.label for item in getattr(data, part)}
         if empty:
             raise InputError(f"--dataset {name}: no {part} image of the class {data.classes[min(empty)]!r}; "
@@ -81,7 +82,10 @@ def read_known(name, source, root, split):
     """A row of DATASETS: found or downloaded, its split read and its files counted."""
     places = [root / folder for folder in source.folders]
     folder = next((place for place in places if (place / source.images).is_dir()), None)
-    if folder is None and source.obtain in dir(torchvision.datasets):
+    downloads = source.obtain in dir(torchvision.datasets)
+    how = (BY_HAND.format(f"where torchvision.datasets.{source.obtain} downloads them") if downloads
+           else source.obtain)
+    if folder is None and downloads:
         print(f"{name} is not in {places[0] / source.images}; downloading it through torchvision", flush=True)
         try:
             getattr(torchvision.datasets, source.obtain)(str(root), download=True)
@@ -91,8 +95,6 @@ def read_known(name, source, root, split):
     if folder is None:
         there = next((place for place in (places[0], root) if place.is_dir()), None)
         found = f"{there} holds {listing(there)}" if there else f"there is no folder {root}"
-        how = (BY_HAND.format(f"where torchvision.datasets.{source.obtain} downloads them")
-               if source.obtain in dir(torchvision.datasets) else source.obtain)
         raise InputError(f"--dataset {name}: no images in {places[0] / source.images} ({found}); expected "
                          f"{sum(source.sizes[1:])} images of {source.sizes[0]} classes there: {how}")
     images = folder / source.images
@@ -103,7 +105,7 @@ def read_known(name, source, root, split):
         raise
     except OSError as error:
         raise InputError(f"--dataset {name}: {error.strerror}: {error.filename}; {folder} holds {listing(folder)}; "
-                         f"expected the official annotation files there: {source.obtain}") from None
+                         f"expected the official annotation files there: {how}") from None
     except Exception as error:                            # scipy's and our own, whatever the bytes make them raise
         raise InputError(f"--dataset {name}: the annotation files in {folder} are not the official ones "
                          f"({type(error).__name__}: {error})") from None
@@ -184,7 +186,11 @@ def shares(items, train=0.5, val=0.2):
 # ------------------------------------------------------------------------------------------------------------ readers
 
 def loadmat(file):
-    return scipy.io.loadmat(file, simplify_cells=True)
+    with open(file, "rb") as stream:
+        try:
+            return scipy.io.loadmat(stream, simplify_cells=True)
+        except Exception as error:                        # which names no file
+            raise ValueError(f"{file.name}: {error}") from None
 
 
 def lines(file):
@@ -265,7 +271,7 @@ def published(name, sha256):
         except OSError as error:
             content = print(f"cannot download CoOp's split {name} ({error})")
         if content:
-            part = folder / f"{name}.part"
+            part = folder / f"{name}.{os.getpid()}.part"  # jobs of a sweep may all download it
             part.write_bytes(content)
             os.replace(part, folder / name)
             return read_split(folder / name, images)
@@ -336,8 +342,8 @@ def read_own(folder, split):
 
 def image_files(folder):
     """Every image file below a folder, sorted."""
-    return sorted(path for path in folder.rglob("*")
-                  if path.suffix.lower() in IMG_EXTENSIONS and not path.name.startswith("."))
+    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names
+                  if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("."))
 
 
 def class_folders(folder):
@@ -487,7 +493,7 @@ class Images(torch.utils.data.Dataset):
                 if image.mode[0] in "IF":                 # 16 bits and more: Pillow would cut them off at 255
                     raise ValueError(f"mode {image.mode}: convert it to 8 bits a channel")
                 image = image.convert("RGB")
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            except Exception as error:                    # Pillow's plugins raise what the bytes make them raise
                 raise InputError(f"{str(self.items[i].image)!r} is not a readable image ({error})") from None
         with torch.random.fork_rng(devices=[]):           # torchvision's transforms draw from the global generator only
             torch.manual_seed(self.seed * 10**7 + i)

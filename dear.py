@@ -493,12 +493,15 @@ class DeAR(nn.Module):
 
     @torch.no_grad()
     def load_trained(self, tensors):
-        """Takes over the four trained tensors. Errors: InputError where a name or a shape is not this model's."""
+        """Takes over the four trained tensors. Errors: InputError where a name or a shape is not this model's,
+        or a value not finite."""
         own = self.trained()
         for name in own.keys() | tensors.keys():
             shapes = [tuple(getattr(t.get(name), "shape", ["missing"])) for t in (own, tensors)]
             if shapes[0] != shapes[1]:
                 raise InputError(f"checkpoint does not fit: {name} is {shapes[1]} there and {shapes[0]} in this model")
+            if not tensors[name].isfinite().all():
+                raise InputError(f"checkpoint holds values of {name} that are no finite numbers")
             own[name].copy_(tensors[name])
 
     # Image tower.
@@ -617,15 +620,15 @@ def write(path, state):
 
 def read_checkpoint(path, **kinds):
     """Everything in a checkpoint, as a dict on the CPU. kinds: the types of what `record` added. Errors: InputError."""
-    kinds = {"trained": dict, "beta": float, "model": str, "quick_gelu": bool, "fingerprint": str, "attributes": list,
-             "visible": torch.Tensor, "roles": str, **kinds}
+    kinds = {"trained": dict, "beta": float, "model": str, "pretrained": (str, type(None)), "quick_gelu": bool,
+             "fingerprint": str, "attributes": list, "visible": torch.Tensor, "roles": str, **kinds}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
-    except FileNotFoundError:
-        raise InputError(f"no checkpoint {path}") from None
-    except Exception as error:                                   # unpickling raises whatever the bytes make it raise
-        raise InputError(f"{path} is damaged, or no checkpoint of DeAR ({first_line(error)}): move it away") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"no checkpoint {path}: {error.strerror}") from None
+    except Exception:                                            # unpickling raises whatever the bytes make it raise
+        raise InputError(f"{path} is damaged, or no checkpoint of DeAR: move it away") from None
     if wrong:
         raise InputError(f"{path} is no checkpoint of DeAR (its {', '.join(wrong)}): move it away")
     return state
@@ -645,6 +648,6 @@ def load_checkpoint(path, clip=None, device="cpu", **kinds):
     if clip.quick_gelu != state["quick_gelu"]:
         raise InputError(f"{path} was trained with {'QuickGELU' if state['quick_gelu'] else 'GELU'}; load CLIP so too")
     roles = Roles(tuple(state["attributes"]), state["visible"], state["roles"])
-    model = DeAR(clip, roles, K=len(state["trained"]["text_tokens"]), beta=state["beta"])
+    model = DeAR(clip, roles, K=len(state["trained"].get("text_tokens", ())), beta=state["beta"])
     model.load_trained(state["trained"])
     return model, state

@@ -516,9 +516,9 @@ def test_checkpoint_round_trip(tmp_path, monkeypatch, clips, images):
             assert torch.equal(one, other)
     with torch.autocast("cpu", torch.bfloat16):
         assert {feature.dtype for feature in model(images, model.prompts(tokens))} == {torch.float32}
-    state["trained"]["w"] = torch.zeros(9)
-    with pytest.raises(dear.InputError, match="w is"):
-        again.load_trained(state["trained"])
+    for w, message in (torch.zeros(9), "w is"), (torch.full((6,), torch.nan), "values of w that are no finite"):
+        with pytest.raises(dear.InputError, match=message):
+            again.load_trained({**state["trained"], "w": w})
     for changes, message in (dict(quick_gelu=True), "trained with GELU"), (dict(fingerprint="0"), "trained on other weights"):
         other = type("", (), {**vars(clip), "layers": 12, **changes})
         with pytest.raises(dear.InputError, match=message):
@@ -577,6 +577,7 @@ def test_own_folder(tmp_path):
     picture(tmp_path / "parted" / "train" / "cat" / "deep" / "1.jpg")
     picture(tmp_path / "parted" / "test" / "cat" / "2.jpg")
     (tmp_path / "parted" / "test" / "cat" / "._2.jpg").write_text("what macOS leaves behind")
+    (tmp_path / "parted" / "test" / "cat" / "album.jpg").mkdir()
     parted = data.load(str(tmp_path / "parted"))[0]
     assert [(item.image.name, item.label) for item in parted.train + parted.test] == [("1.jpg", 0), ("2.jpg", 0)]
     picture(tmp_path / "parted" / "test" / "dog" / "3.jpg")
@@ -619,10 +620,11 @@ def test_a_split_file_and_its_faults(tmp_path, monkeypatch, capsys):
     for wrong, message in [({"train": []}, "not in CoOp's format"), ({**rows, "val": [row]}, "names .* more than once"),
                            ({**rows, "val": [["x.jpg", 0, "dotted"]]}, "x.jpg has the label 0 and the class dotted"),
                            ({**rows, "val": [["x.jpg", 0.9, "banded"]]}, "label 0.9"),
-                           ({**rows, "val": [["x.jpg", 3, "x"]]}, "run from 0 without gaps")]:
+                           ({**rows, "val": [["x.jpg", 3, "x"]]}, "run from 0 without gaps"),
+                           ({**rows, "test": rows["val"][:1], "val": []}, "no test image of the class 'dotted'")]:
         split.write_text(json.dumps(wrong))
         with pytest.raises(data.InputError, match=message):
-            data.load("dtd", tmp_path)
+            data.load("dtd", tmp_path, split)
 
     split.unlink()                                         # then CoOp's is downloaded, and checked
     touch(*[images / name / f"{i}.jpg" for i in range(10) for name in ("banded", "dotted")])
@@ -740,16 +742,18 @@ def test_the_fifteen_in_their_official_layouts(tmp_path, monkeypatch):
     (tmp_path / "sun397/Testing_01.txt").write_text("/b/bar/sun_1.jpg\n")
     (tmp_path / "ucf101/UCF-101-midframes/Hammering/v_Hammering_g1.jpg").unlink()
     (tmp_path / "imagenet-adversarial/imagenet-a").rename(tmp_path / "imagenet-adversarial/elsewhere")
+    (tmp_path / "oxford_flowers/imagelabels.mat").unlink()
     for name, message in [("oxford_pets", "No such file .*test.txt; .* holds annotations, images; expected the official"),
+                          ("oxford_flowers", "No such file .*imagelabels.mat; .* there: .*Flowers102 downloads"),
                           ("imagenet_sketch", "999 class folders: 1 are missing .n01440764"),
-                          ("stanford_cars", "are not the official ones"), ("sun397", "are not the official ones .KeyError"),
+                          ("stanford_cars", "are not the official ones .*cars_meta.mat: "), ("sun397", "are not the official ones .KeyError"),
                           ("ucf101", "1 of the 12 images .* such as .*v_Hammering_g1.jpg; looked in"),
                           ("imagenet_a", "no images in .*imagenet-a .*holds elsewhere.; expected 199 images of 199 cl")]:
         with pytest.raises(data.InputError, match=message):
             data.load(name, tmp_path)
 
 
-def test_transforms_equal_open_clips(tmp_path):
+def test_transforms_equal_open_clips(tmp_path, monkeypatch):
     noise = torch.randint(0, 256, (31, 47, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     image = Image.fromarray(noise.numpy())
     for squash in (False, True):
@@ -761,6 +765,9 @@ def test_transforms_equal_open_clips(tmp_path):
     Image.new("I;16", (4, 4), 40000).save(tmp_path / "deep.png")
     with pytest.raises(data.InputError, match="deep.png' is not a readable image .*convert it to 8 bits"):
         data.Images([data.Item(tmp_path / "deep.png", 0)], None)[0]
+    monkeypatch.setattr(data.Image, "open", lambda file: 1 / 0)                        # as a plugin may on odd bytes
+    with pytest.raises(data.InputError, match="x.tif' is not a readable image"):
+        data.Images([data.Item("x.tif", 0)], None)[0]
 
 
 def test_augmentation_depends_on_seed_and_image_alone():
@@ -848,13 +855,16 @@ def test_a_run_equals_its_algorithm_written_out(tmp_path, capsys, small_task):
         with torch.no_grad():
             right = {branch: 100 * (value.argmax(dim=1) == labels).float().mean().item()
                      for branch, value in logits(images, h)[0].items()}
+        assert len(results["tests"][half].pop("data")) == 12
         assert results["tests"][half] == pytest.approx({"classes": 24, "images": 72, **right})
         assert f" {right['fused']:.2f}" in output.split("\nDeAR  ")[1].splitlines()[0]
     assert sum(results["alpha"].values()) == pytest.approx(1)
     assert results["settings"]["quick_gelu"] is False and results["split"] == "rendered"
 
     train.main([*flags, "--eval-only"])
-    assert json.loads((folder / "seed3.eval.json").read_text())["tests"] == results["tests"]
+    again = json.loads((folder / "seed3.eval.json").read_text())["tests"]
+    assert {half: {**found, "data": None} for half, found in again.items()} == {
+        half: {**found, "data": None} for half, found in results["tests"].items()}
 
 
 def result(folder, path):
@@ -929,6 +939,11 @@ def test_protocols_summary_prediction_and_retrieval(tmp_path, capsys, small_task
     train.main([str(flag) for flag in [*cross, "--targets", "shapes", tmp_path / "others"]])
     second = result(out, path)                             # the checkpoint is tested on what is new
     assert second["tests"] == {**first["tests"], "others": second["tests"]["others"]}
+    (tmp_path / "others/dog").rename(tmp_path / "others/emu")                          # and on other data of that name
+    train.main([str(flag) for flag in [*cross, "--targets", tmp_path / "others", tmp_path / "others"]])
+    third = result(out, path)["tests"]
+    assert third == {**second["tests"], "others": third["others"]}
+    assert third["others"]["data"] != second["tests"]["others"]["data"]
     assert capsys.readouterr().out.count("epoch  1/1") == 1
     for shots in (1, 2):
         train.main([str(flag) for flag in [*source[:2], *quick, "--protocol", "fewshot", "--shots", shots,
@@ -938,7 +953,7 @@ def test_protocols_summary_prediction_and_retrieval(tmp_path, capsys, small_task
         train.main([str(flag) for flag in [*demo, *(["--ablate", ablation] if ablation else [])]])
     runs = {ablation: result(out, f"base2novel/shapes/demo/1shots-ablate={ablation}-epochs=1/seed1")
             for ablation in train.ABLATIONS}
-    assert set(runs["class-only"]["tests"]["base"]) == {"classes", "images", "CLIP", "fused", "class"}
+    assert set(runs["class-only"]["tests"]["base"]) == {"classes", "images", "data", "CLIP", "fused", "class"}
     assert runs["class-only"]["alpha"]["class"] == 1 and runs["no-attributes"]["alpha"] == {"class": 1}
     assert runs["no-fusion-reg"]["settings"]["lambda_fusion"] == runs["no-reg"]["settings"]["lambda_reg"] == 0
     visible = {ablation: dear.read_checkpoint(run["checkpoint"])["visible"] for ablation, run in runs.items()}
@@ -950,13 +965,27 @@ def test_protocols_summary_prediction_and_retrieval(tmp_path, capsys, small_task
     (out / "made_up" / "seed1.json").write_text(json.dumps({**first, "dataset": "imagenet", "tests": {
         name: {"CLIP": 50, "fused": value} for name, value in (("imagenet", 60), ("dtd", 40), ("eurosat", 45),
                                                                ("imagenet_a", 30), ("photos", 20))}}))
+    copy, half = out / "made_up" / "copy" / "seed1.json", out / "made_up" / "half" / "seed1.json"
+    base = result(out, "base2novel/shapes/demo/1shots-epochs=1/seed1")
+    for file, value in (copy, base), (half, {**base, "seed": 7, "tests": {"base": base["tests"]["base"]}}):
+        file.parent.mkdir()
+        file.write_text(json.dumps(value))
     train.main(["--summarize", str(out)])
+    assert f"left out: {half}" in capsys.readouterr().out
     summary = (out / "summary.md").read_text()
     assert (out / "fewshot.png").exists() and "MMRL, published | 85.68 | 77.16 | 81.20 |" in summary
     title, line = "**DeAR, ours** (demo, 2 shots, epochs=1, batch_size=4)", [line for line in summary.splitlines()
                                                                            if line.startswith("| **DeAR, ours** (demo, 2")]
-    assert line == [f"| {title} | 60.00 |{' – |' * 7} 40.00 | 45.00 | – | 42.50 |",    # the average of targets alone
-                    f"| {title} | 60.00 | – | – | 30.00 | – | 30.00 |", f"| {title} | 60.00 | 20.00 | 20.00 |", line[-1]]
+    few = title + ", average over {} of {}"                # the average is of targets alone
+    assert line == [f"| {few.format(2, 10)} | 60.00 |{' – |' * 7} 40.00 | 45.00 | – | 42.50 |",
+                    f"| {few.format(1, 4)} | 60.00 | – | – | 30.00 | – | 30.00 |",
+                    f"| {title} | 60.00 | 20.00 | 20.00 |", line[-1]]
+    assert summary.count("| DeAR, demo, 1 shots, epochs=1, over shapes |") == 1
+    assert train.spelled("ablate=no-reg-lr=1e-05-epochs=3") == "ablate=no-reg, lr=1e-05, epochs=3"
+    copy.write_text(json.dumps({**base, "tests": {name: {**found, "fused": 1.0} for name, found in base["tests"].items()}}))
+    assert run("--summarize", out) == 2 and "hold different results of one run" in capsys.readouterr().err
+    copy.write_text(json.dumps({**base, "seed": "1"}))
+    assert run("--summarize", out) == 2 and "is no result of train.py" in capsys.readouterr().err
     assert summary.count("Cross-dataset, trained on") == 2 and "MMRL, published | 72.03 | 94.67" in summary
     tests = [result(out, f"base2novel/shapes/demo/1shots-epochs=1/seed{seed}")["tests"] for seed in (1, 2)]
     values = [[test[half]["fused"] for test in tests] for half in ("base", "novel")]
@@ -981,7 +1010,15 @@ def test_protocols_summary_prediction_and_retrieval(tmp_path, capsys, small_task
     assert {line.split("%  ")[1] for line in capsys.readouterr().out.splitlines()} == {"boat", "red car"}
     train.main([str(flag) for flag in ["--retrieve", image, "--gallery", tmp_path, "--output-dir", tmp_path, *checkpoint]])
     assert "class        0.png 1.000" in capsys.readouterr().out and (tmp_path / "retrieved-0.png").exists()
+    for place in ("other/photos/cat", "alone"):
+        picture(tmp_path / place / "1.png"), picture(tmp_path / place / "2.png")
+    (tmp_path / "alone" / "2.png").unlink()
     for flags, message in [(["--predict", tmp_path / "none.jpg", *checkpoint], "no such file"),
+                           ([*cross, "--targets", tmp_path / "other/photos"], "two data sets are named photos"),
+                           ([*cross, "--targets", tmp_path / "other"], "has one class"),
+                           ([*demo, "--ablate", "no-reg", "--lambda-reg", 5], "no-reg: sets --lambda-reg itself"),
+                           (["--retrieve", tmp_path / "alone/1.png", "--gallery", tmp_path / "alone", *checkpoint],
+                            "no image there but the query"),
                            (["--predict", image], "need --checkpoint"), (["--retrieve", image, *checkpoint], "--gallery"),
                            (["--summarize", tmp_path / "photos"], "no seed*.json"),
                            (["--dataset", "all", "--protocol", "cross"], "base2novel or fewshot"),

@@ -113,7 +113,10 @@ def parse(argv):
     if args.targets and not transfer:
         parser.error("--targets: go with --protocol cross or domain")
     if args.targets is None and transfer:
-        args.targets = data.VARIANTS if args.protocol == "domain" else data.TRAINABLE[1:]
+        args.targets = [name for name in (data.VARIANTS if args.protocol == "domain" else data.TRAINABLE)
+                        if name != args.dataset]
+    if args.template and args.template.count("{}") != 1:
+        parser.error(f"--template {args.template!r}: needs one {{}} where the class name goes")
     if (args.predict or args.retrieve) and not args.checkpoint:
         parser.error("--predict and --retrieve: need --checkpoint FILE, such as a seed1.pt that training wrote")
     if args.retrieve and args.retrieve != "shapes" and not args.gallery:
@@ -121,8 +124,10 @@ def parse(argv):
     # what differs from the defaults names the folder, so that ablations lie side by side
     changed = [flag for flag in ("ablate", "roles", *FLAGS)
                if flag != "shots" and getattr(args, flag) != parser.get_default(flag)]
-    args.variant = "-".join(f"{flag}={os.path.basename(str(getattr(args, flag)))}" for flag in changed)
+    args.variant = "-".join(f"{flag}={short(getattr(args, flag))}" for flag in changed)
     for key, value in ABLATIONS.get(args.ablate, {}).items():
+        if key in changed:
+            parser.error(f"--ablate {args.ablate}: sets --{key.replace('_', '-')} itself")
         setattr(args, key, value)
     cuda = args.device.startswith("cuda")
     args.model = args.model or ("demo" if args.dataset == "shapes" else "ViT-B-16")
@@ -130,6 +135,11 @@ def parse(argv):
     args.precision = args.precision or ("bf16" if cuda else "fp32")
     args.compile = cuda if args.compile is None else args.compile
     return parser, args
+
+
+def short(value):
+    """A flag's value as a name: the last part of a path, in characters that any file can hold."""
+    return os.path.basename(str(value)).encode("utf-8", "backslashreplace").decode()
 
 
 def resolve(args, name, shots, template, lambda_reg):
@@ -143,11 +153,10 @@ def resolve(args, name, shots, template, lambda_reg):
     for key, value in {**recipe, **(SHAPES if name == "shapes" else {})}.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    if args.template.count("{}") != 1:
-        raise data.InputError(f"--template {args.template!r}: needs one {{}} where the class name goes")
-    model = Path(args.model).resolve().name + (f"-{Path(args.pretrained).stem}" if args.pretrained else "")
+    model = short(Path(args.model).resolve()) if dear.weights_folder(args.model) else args.model.replace("/", "-")
+    model += f"-{Path(short(args.pretrained)).stem}" if args.pretrained else ""
     protocol = "transfer" if RECIPES[args.protocol] is TRANSFER else args.protocol     # one training serves both
-    args.output_dir = args.output_dir / protocol / Path(name).resolve().name / model / re.sub(
+    args.output_dir = args.output_dir / protocol / short(Path(name).resolve()) / model / re.sub(
         r"[^\w.=+-]+", "_", "-".join(filter(None, [f"{shots}shots", args.variant])))
     return args
 
@@ -272,24 +281,37 @@ FLAGS = ("template", "shots", "text_tokens", "beta", "alpha_cls", "lambda_reg", 
          "lr", "weight_decay", "precision")
 
 
+def digest(value):
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def digest_of(classes, items, template=None):
+    return digest((classes, template, [(item.image.parts[-2:] if isinstance(item.image, Path) else "", item.label)
+                                       for item in items]))
+
+
 def what_decides(args, dataset, model):
     """What a run's numbers follow from, to tell two runs apart: flags, and fingerprints of data, weights and roles."""
-    def digest(value):
-        return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
-    images = [(item.image.parts[-2:] if isinstance(item.image, Path) else "", item.label)
-              for item in dataset.train + dataset.test]
     return {**{flag: getattr(args, flag) for flag in FLAGS}, "quick_gelu": model.clip.quick_gelu,
             "classes": "base" if args.protocol == "base2novel" else "all",
-            "data": digest((dataset.classes, images)), "weights": model.clip.fingerprint,
+            "data": digest_of(dataset.classes, dataset.train + dataset.test), "weights": model.clip.fingerprint,
             "roles": digest((model.roles.attributes, model.roles.visible.tolist()))}
+
+
+KINDS = {"protocol": str, "model": str, "variant": str, "shots": int, "dataset": str, "seed": int, "settings": dict,
+         "alpha": dict, "checkpoint": str, "tests": dict}
+WHICH = list(KINDS)[:6]                                   # what tells one result from another
 
 
 def read_result(file):
     """What an earlier run wrote. Errors: InputError."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        return {**result, "settings": dict(result["settings"]), "tests": dict(result["tests"])}
-    except (ValueError, KeyError, TypeError):
+        assert all(isinstance(result[key], kind) for key, kind in KINDS.items())
+        assert all(isinstance(found.get(branch, 0.0), (int, float)) for found in result["tests"].values()
+                   for branch in BRANCHES)
+        return result
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):
         raise data.InputError(f"{file} is no result of train.py: move it, or give another --output-dir") from None
 
 
@@ -337,16 +359,26 @@ def run(args):
         return summarize(args.summarize)
     if args.predict or args.retrieve:
         model, saved = dear.load_checkpoint(args.checkpoint, device=args.device, classes=list, template=str)
+        if not saved["classes"] or not all(isinstance(name, str) for name in saved["classes"]):
+            raise data.InputError(f"{args.checkpoint} is no checkpoint of train.py: its classes are no names")
         return predict(args, model, saved) if args.predict else retrieve(args, model)
     names = data.TRAINABLE if args.dataset == "all" else [args.dataset]
+    args.targets = list(dict.fromkeys(args.targets or ()))
+    tested = Counter(short(Path(name).resolve()) for name in (*names, *args.targets)).most_common(1)[0]
+    if tested[1] > 1:
+        raise data.InputError(f"--targets: two data sets are named {tested[0]}; results go by that name, rename one")
     loaded = {name: data.load(name, args.data_root, args.split) for name in names}
-    targets = {name: data.load(name, args.data_root) for name in args.targets or ()}
+    targets = {name: data.load(name, args.data_root) for name in args.targets}
     for name, (dataset, *_) in loaded.items():
         needed = 4 if args.protocol == "base2novel" else 2
         if len(dataset.classes) < needed or not dataset.train:
             raise data.InputError(f"--dataset {name} has {len(dataset.classes)} classes and {len(dataset.train)} "
                                   f"training images; --protocol {args.protocol} needs {needed} classes, and images")
-    tasks = [(resolve(args, name, shots, *loaded[name][1:]), loaded[name][0]) for name in names for shots in args.shots]
+    for name, (target, *_) in targets.items():
+        if len(target.classes) < 2:
+            raise data.InputError(f"--targets {name} has one class; there is nothing to tell apart")
+    tasks = [(resolve(args, name, shots, *loaded[name][1:]), loaded[name][0])
+             for name in names for shots in dict.fromkeys(args.shots)]
     clip = dear.load_clip(args.model, args.pretrained, args.quick_gelu, args.device)
     model = dear.DeAR(clip, choose_roles(args, clip), args.text_tokens, args.beta,
                       flex=args.compile and args.device.startswith("cuda"))
@@ -368,9 +400,9 @@ def protocol(args, dataset, targets):
     base, novel = data.halves(dataset.classes)
     if args.protocol == "base2novel":                     # each half among its own names
         return base, {"base": part(base), "novel": part(novel)}
-    tests = {Path(args.dataset).resolve().name: part(base + novel)}
+    tests = {short(Path(args.dataset).resolve()): part(base + novel)}
     for name, (target, template, _) in targets.items():
-        tests[Path(name).resolve().name] = target.classes, target.test, template
+        tests[short(Path(name).resolve())] = target.classes, target.test, template
     return base + novel, tests
 
 
@@ -385,7 +417,7 @@ def announce(args, dataset, model, tests):
           f"{sum(p.numel() for p in model.trained().values()):,} of them trained\n"
           f"roles     {model.roles.source}; attributes: {', '.join(model.roles.attributes) or 'none'}\n"
           f"prompt    {data.prompts(args.template, first[0])[0]!r}\n"
-          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items() if value not in (None, ''))}",
+          f"settings  {' '.join(f'{key}={value}' for key, value in vars(args).items() if value not in (None, '', []))}",
           flush=True)
 
 
@@ -413,6 +445,8 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
     cuda = args.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    if args.eval_only and not final.exists():
+        raise data.InputError(f"no checkpoint {final}: --eval-only tests what the same flags have trained")
     with locked(args.output_dir, seed):
         for path in (file, final, partial):
             if path.exists():
@@ -421,7 +455,9 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
         result = read_result(file) if file.exists() else {"tests": {}}
         if args.eval_only:
             file, result = file.with_suffix(".eval.json"), {"tests": {}}
-        elif all(name in result["tests"] for name in tests):
+        due = {name: test for name, test in tests.items()
+               if result["tests"].get(name, {}).get("data") != digest_of(*test)}       # new, or other data by that name
+        if not due:
             print(f"{file} is finished", flush=True)
             return result
         chosen = data.few_shot(dataset.train, dataset.val, args.shots, seed)           # of all classes, as Dassl does
@@ -448,7 +484,7 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
             partial.unlink()
         result = {
             "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-            "settings": settings, "dataset": Path(args.dataset).resolve().name, "shots": args.shots, "seed": seed,
+            "settings": settings, "dataset": args.output_dir.parts[-3], "shots": args.shots, "seed": seed,
             "variant": args.variant, "protocol": args.output_dir.parts[-4], "model": args.output_dir.parts[-2],
             "split": dataset.split, "roles": model.roles.source, "checkpoint": str(final), "losses": means,
             "alpha": dict(zip(("class", *model.roles.attributes), model.alpha.tolist())), "seconds": round(seconds, 2),
@@ -458,15 +494,15 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
             "hardware": (torch.cuda.get_device_name() if cuda
                          else f"{platform.machine()} {torch.get_num_threads()} threads"),
             "tests": result["tests"]}
-        for name, (classes, items, template) in tests.items():
-            if name not in result["tests"]:
-                prompts = model.prompts(dear.tokenize(model.clip, data.prompts(template, classes)))
-                found = accuracy(args, model.clip, items, branches(args, model, prompts))
-                result["tests"][name] = {"classes": len(classes), "images": len(items), **found}
-                result["peak_memory_mb"] = round(
-                    torch.cuda.max_memory_allocated() / 2**20 if cuda else
-                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))
-                write_json(file, result)                  # after each, so that an interrupted run goes on
+        for name, (classes, items, template) in due.items():
+            prompts = model.prompts(dear.tokenize(model.clip, data.prompts(template, classes)))
+            found = accuracy(args, model.clip, items, branches(args, model, prompts))
+            result["tests"][name] = {"classes": len(classes), "images": len(items),
+                                     "data": digest_of(classes, items, template), **found}
+            result["peak_memory_mb"] = round(
+                torch.cuda.max_memory_allocated() / 2**20 if cuda else
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))
+            write_json(file, result)                      # after each, so that an interrupted run goes on
         return result
 
 
@@ -488,7 +524,7 @@ def gather(results):
     """Results → {(protocol, model, variant, shots): {data set: {test: {branch: one accuracy per seed}}}}, and seeds."""
     groups = {}
     for result in sorted(results, key=lambda result: result["seed"]):
-        key = tuple(result[name] for name in ("protocol", "model", "variant", "shots"))
+        key = tuple(result[name] for name in WHICH[:4])
         tests = groups.setdefault(key, {}).setdefault(result["dataset"], {})
         tests.setdefault("seeds", []).append(result["seed"])
         for test, found in result["tests"].items():
@@ -562,7 +598,17 @@ def summarize(folder):
     files = [file for file in sorted(folder.rglob("seed*.json")) if re.fullmatch(r"seed\d+", file.stem)]
     if not files:
         raise data.InputError(f"--summarize {folder}: no seed*.json in it; train first, or name another folder")
-    groups = gather(map(read_result, files))
+    results = {}
+    for file in files:
+        result = read_result(file)
+        if result["protocol"] == "base2novel" and len(result["tests"]) < 2:
+            print(f"left out: {file}, whose novel classes are not tested yet")
+            continue
+        first, other = results.setdefault(tuple(result[key] for key in WHICH), (result, file))
+        if first["tests"] != result["tests"]:             # a copy counts once
+            raise data.InputError(f"--summarize {folder}: {other} and {file} hold different results of one run; move "
+                                  "one away")
+    groups = gather(result for result, _ in results.values())
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     sections = [base_to_novel_section(groups, published), ablation_section(groups),
                 *[transfer_section(groups, published, *one) for one in (
@@ -595,7 +641,11 @@ def cells(means, spread=()):
 
 def ours(key):
     _, model, variant, shots = key
-    return ", ".join(filter(None, (f"**DeAR, ours** ({model}", f"{shots} shots", variant.replace("-", ", ")))) + ")"
+    return ", ".join(filter(None, (f"**DeAR, ours** ({model}", f"{shots} shots", spelled(variant)))) + ")"
+
+
+def spelled(variant):
+    return re.sub(r"-(?=[a-z_]+=)", ", ", variant)        # a value may hold a dash, too
 
 
 def base_to_novel_section(groups, published):
@@ -626,11 +676,12 @@ def ablation_section(groups):
     """Each ablation beside the full method on the data sets that both have; the paper's own figures are not at hand."""
     rows = []
     for key, datasets in groups.items():
-        full = groups.get((*key[:2], "", key[3]), {})
+        without, *rest = spelled(key[2]).split(", ")
+        full = groups.get((*key[:2], "-".join(rest), key[3]), {})
         common = [name for name in datasets if name in full]
-        if key[0] == "base2novel" and key[2].startswith("ablate=") and common:
-            for label, found in (("DeAR", full), (key[2].removeprefix("ablate="), datasets)):
-                rows.append((f"{label}, {key[1]}, {key[3]} shots, over {', '.join(common)}",
+        if key[0] == "base2novel" and without.startswith("ablate=") and common:
+            for label, found in (("DeAR", full), (without.removeprefix("ablate="), datasets)):
+                rows.append((", ".join([label, key[1], f"{key[3]} shots", *rest, f"over {', '.join(common)}"]),
                              cells(average([row(found[name], "fused") for name in common]))))
     return markdown("Ablations, base-to-novel", ("base", "novel", "HM"), dict(rows).items()) if rows else None
 
@@ -642,14 +693,15 @@ def transfer_section(groups, published, protocol, title, columns):
         tests = datasets.get("imagenet", {}) if key[0] == "transfer" else {}
         chosen = {name: tests[name] for name in columns if name in tests}
         if len(chosen) > 1:
-            rows += transfer_rows(key, chosen)
+            rows += transfer_rows(key, chosen, len(columns) - 1)
     rows = rows and [(f"{method}, published", cells({k: v for k, v in found.items() if k != "source"}))
                      for method, found in published[protocol].items()] + rows
     return markdown(title, (*columns, "average"), rows) if rows else None
 
 
-def transfer_rows(key, tests):
-    return [(label, cells(row(tests, branch), row(tests, branch, spread=True)))
+def transfer_rows(key, tests, targets=0):
+    of = f", average over {len(tests) - 1} of {targets}" if len(tests) - 1 < targets else ""
+    return [(label + of, cells(row(tests, branch), row(tests, branch, spread=True)))
             for branch, label in (("CLIP", f"CLIP, ours ({key[1]})"), ("fused", ours(key)))]
 
 
@@ -685,6 +737,7 @@ def few_shot_section(groups, published, folder):
                 methods[f"{method}, published"] = {int(k): v for k, v in found[name].items()}
     import matplotlib                                     # only here: it takes a second to load
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False        # a folder's name may hold a $
     from matplotlib import pyplot
     wide = min(4, len(lines))
     figure, axes = pyplot.subplots(-(-len(lines) // wide), wide, squeeze=False, layout="constrained",
@@ -766,6 +819,8 @@ def retrieve(args, model):
         return neighbours_share(rows, *demo_features(args, model))
     query, gallery = images_at(Path(args.retrieve)), images_at(args.gallery)
     gallery = [item for item in gallery if item.image.resolve() != query[0].image.resolve()]
+    if not gallery:
+        raise data.InputError(f"--gallery {args.gallery}: no image there but the query itself")
     near = torch.einsum("re,nre->rn", features(args, model, query)[0], features(args, model, gallery)).topk(
         min(TOP, len(gallery)))
     size = 128
