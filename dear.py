@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from einops import pack, rearrange, repeat, unpack
 from torch import nn
 from torch.nn.attention.flex_attention import create_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
 ADAPTED_LAYERS = 4                        # J..L: the last four layers of each tower (paper: 9 to 12 of ViT-B/16)
 ATTRIBUTES = ("color", "shape", "texture", "object", "location")                      # the paper's five core attributes
@@ -134,8 +133,9 @@ def role_mask(shown):
 compiled_flex_attention = torch.compile(flex_attention)          # at its first call; uncompiled it is a slow oracle
 
 
-def role_attention(visible, tokens, flex):
-    """How queries meet keys in one layer. visible: `[H, A]`; tokens: N. Returns `(q, k, v) -> out`, `[B, H, N + A, d]`.
+def role_attention(visible, tokens, flex, rows=slice(None)):
+    """How queries meet keys in one layer. visible: `[H, A]`; tokens: N; rows: which of the N + A tokens are queries.
+    Returns `(q, k, v) -> out`, `[B, H, rows, d]`.
 
     One rule, two executors: flex_attention with the score_mod on CUDA; elsewhere the same score_mod, expanded once to a
     dense mask for scaled_dot_product_attention, because FlexAttention has no backward on CPU and MPS (torch 2.14).
@@ -145,10 +145,11 @@ def role_attention(visible, tokens, flex):
     if flex:
         return partial(compiled_flex_attention, score_mod=role_mask(shown))
     mask = create_mask(role_mask(shown), 1, H, tokens + A, tokens + A, device=visible.device)
-    return partial(F.scaled_dot_product_attention, attn_mask=mask)
+    return partial(F.scaled_dot_product_attention, attn_mask=mask[:, :, rows])
 
 
 causal = partial(F.scaled_dot_product_attention, is_causal=True)
+CLS = slice(None), slice(0, 1)                                   # rows of `[B, N, D]`
 
 
 # --------------------------------------------------------------------------- CLIP's two towers, OpenCLIP's key names
@@ -163,9 +164,14 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x, attend):
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = rearrange(qkv, "b n (three h d) -> three b h n d", three=3, h=self.heads)
+    def forward(self, x, attend, rows=slice(None), ahead=None):
+        D = x.shape[-1]
+        (W_q, W_kv), (b_q, b_kv) = [t.split([D, 2 * D]) for t in (self.in_proj_weight, self.in_proj_bias)]
+        q, kv = F.linear(x[rows], W_q, b_q), F.linear(x, W_kv, b_kv)
+        if ahead is not None:
+            kv = torch.cat([F.linear(ahead, W_kv, b_kv).expand(len(x), -1, -1), kv], dim=1)
+        q = rearrange(q, "b n (h d) -> b h n d", h=self.heads)
+        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)
         return self.out_proj(rearrange(attend(q, k, v), "b h n d -> b n (h d)"))
 
 
@@ -182,14 +188,19 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. `attend` is how queries meet keys: plain, causal or a role mask."""
+    """One pre-norm layer: x `[B, N, D]` → `[B, rows, D]`.
+
+    attend: how queries meet keys: plain, causal or a role mask. rows: an index into x: what is read of the output; the
+    other tokens are only keys and values. ahead `[1, M, D]`: tokens before x that are the same in every sequence, as
+    keys and values.
+    """
     def __init__(self, width, heads, mlp_ratio, quick_gelu):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, mlp_ratio, quick_gelu)
 
-    def forward(self, x, attend=F.scaled_dot_product_attention):
-        x = x + self.attn(self.ln_1(x), attend)
+    def forward(self, x, attend=F.scaled_dot_product_attention, rows=slice(None), ahead=None):
+        x = x[rows] + self.attn(self.ln_1(x), attend, rows, ahead if ahead is None else self.ln_1(ahead))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -438,9 +449,13 @@ def tokenize(clip, texts):
 # ------------------------------------------------------------------------------------------------------------- DeAR
 
 class Prompts(NamedTuple):
-    """Class prompts as they enter layer J of the text tower, `[C, T, D_t]`, and where each one's EOT stands, `[C]`."""
-    x: torch.Tensor
-    eot: torch.Tensor
+    """Class prompts as they enter layer J of the text tower, in chunks of classes of like length.
+
+    chunks: (x `[c, T, D_t]` trimmed to the chunk's longest, where each one's EOT stands `[c]`); order `[C]`: where in
+    the chunks each class is.
+    """
+    chunks: list
+    order: torch.Tensor
 
 
 class DeAR(nn.Module):
@@ -448,15 +463,17 @@ class DeAR(nn.Module):
 
     clip: a frozen CLIP, on its device already. roles: a Roles table for it. K: text tokens. beta: how much of the
     learned token each layer's inserted tokens are made of. alpha_cls: where the class feature's fusion weight starts.
-    chunk: classes that run through the text tower at once. flex: the executor; None means flex_attention on CUDA only.
+    chunk: classes that run through the text tower side by side. flex: the executor; None means flex_attention on CUDA only.
     """
     def __init__(self, clip, roles, K=5, beta=0.9, alpha_cls=0.7, generator=None, chunk=128, flex=None):
         super().__init__()
         if roles.visible.shape != (ADAPTED_LAYERS, clip.heads, len(roles.attributes)):
             raise InputError(f"roles of shape {tuple(roles.visible.shape)} do not fit {clip.heads} heads")
         self.clip, self.roles, self.beta, self.chunk = clip, roles, beta, chunk
-        self.image_blocks = list(clip.visual.transformer.resblocks)                    # lists: `clip` owns the modules
-        self.text_blocks = list(clip.transformer.resblocks)
+        # lists: `clip` owns the modules
+        self.image_blocks, self.text_blocks = list(clip.visual.transformer.resblocks), list(clip.transformer.resblocks)
+        open_to = roles.visible.flatten(1).any(dim=1).tolist() + [True]
+        self.closed = open_to.index(True)                        # of layers J..L, the first ones with isolated heads only
         N, D_v = clip.visual.positional_embedding.shape
         A, D_t, device = len(roles.attributes), clip.positional_embedding.shape[1], clip.logit_scale.device
         self.attr_tokens = nn.Parameter(torch.empty(A, D_v, device=device))
@@ -465,7 +482,10 @@ class DeAR(nn.Module):
         self.w = nn.Parameter(torch.empty(1 + A, device=device))
         self.reset(generator, alpha_cls)
         flex = device.type == "cuda" if flex is None else flex
-        self.image_attention = [role_attention(visible.to(device), N, flex) for visible in roles.visible]
+        self.read = torch.tensor([0, *range(N, N + A)], device=device)                 # of the last layer: CLS, attributes
+        *rest, last = roles.visible.to(device)
+        self.image_attention = [role_attention(visible, N, flex) for visible in rest]
+        self.image_attention += [role_attention(last, N, False, self.read)]            # few queries: a small dense mask
 
     @torch.no_grad()
     def reset(self, generator=None, alpha_cls=0.7):
@@ -487,9 +507,9 @@ class DeAR(nn.Module):
     def forward(self, images, prompts):
         """images `[B, 3, S, S]`, prompts of C classes → f_cls `[B, E]`, f_attr `[B, A, E]`, f_text `[C, E]` and frozen
         CLIP's f_cls0 `[B, E]` of the same images, all normalised."""
-        x = self.image_prefix(images)                            # sees nothing learned: once, for both paths
+        x, f_cls0 = self.frozen_image(images)                    # sees nothing learned
         f_cls, f_attr = self.adapted_image(x)
-        return f_cls, f_attr, self.adapted_text(prompts), self.frozen_image(x)
+        return f_cls, f_attr, self.adapted_text(prompts), f_cls0
 
     @torch.no_grad()
     def load_trained(self, tensors):
@@ -507,70 +527,84 @@ class DeAR(nn.Module):
     # Image tower.
 
     @torch.no_grad()
-    def image_prefix(self, images):
-        """Layers 1..J-1: `[B, 3, S, S]` → `[B, N, D_v]`."""
-        x = self.clip.visual.embed(images)
-        for block in self.image_blocks[:-ADAPTED_LAYERS]:
+    def frozen_image(self, images):
+        """Frozen CLIP: images `[B, 3, S, S]` → the tokens that enter the first layer in which a head is open to an
+        attribute token `[B, N, D_v]`, and f_cls0 `[B, E]`."""
+        x, first = self.clip.visual.embed(images), len(self.image_blocks) - ADAPTED_LAYERS + self.closed
+        for block in self.image_blocks[:first]:
             x = block(x)
-        return x
+        prefix = x
+        for block in self.image_blocks[first:]:
+            x = block(x, rows=CLS if block is self.image_blocks[-1] else slice(None))
+        return prefix, normalize(self.clip.visual.head(x[:, 0]))
 
     def adapted_image(self, x):
-        """Layers J..L with attribute tokens and role mask: `[B, N, D_v]` → f_cls `[B, E]`, f_attr `[B, A, E]`."""
+        """Layers J..L with attribute tokens and role mask: frozen_image's `[B, N, D_v]` → f_cls `[B, E]`, f_attr
+        `[B, A, E]`."""
         visual, r = self.clip.visual, self.attr_tokens
-        tokens = repeat(r, "a d -> b a d", b=len(x))             # no positional embedding
+        tokens = r[None]                                         # no positional embedding
         for l, (block, attend) in enumerate(zip(self.image_blocks[-ADAPTED_LAYERS:], self.image_attention)):
             if l > 0:
                 tokens = self.beta * r + (1 - self.beta) * tokens                      # β-mixing of r with r̃
-            x, shapes = pack([x, tokens], "b * d")
-            x, tokens = unpack(block(x, attend), shapes, "b * d")
-        return normalize(visual.head(x[:, 0])), normalize(visual.ln_post(tokens) @ self.attr_proj)
+            if l < self.closed:                                  # the tokens meet each other alone, for all images alike
+                tokens = block(tokens)
+                continue
+            x, shapes = pack([x, tokens.expand(len(x), -1, -1)], "b * d")
+            if l < ADAPTED_LAYERS - 1:
+                x, tokens = unpack(block(x, attend), shapes, "b * d")
+            else:                                                # only what is read below
+                x = block(x, attend, rows=(slice(None), self.read))
+                tokens = x[:, 1:]
+        f_attr = normalize(visual.ln_post(tokens) @ self.attr_proj)
+        return normalize(visual.head(x[:, 0])), f_attr.expand(len(x), -1, -1)
 
-    @torch.no_grad()
-    def frozen_image(self, x):
-        """Layers J..L of frozen CLIP on the same prefix: `[B, N, D_v]` → f_cls0 `[B, E]`."""
-        for block in self.image_blocks[-ADAPTED_LAYERS:]:
-            x = block(x)
-        return normalize(self.clip.visual.head(x[:, 0]))
-
-    # Text tower. In chunks of classes throughout, so that a thousand classes fit.
+    # Text tower.
 
     @torch.no_grad()
     def prompts(self, tokens):
         """Layers 1..J-1 of the class prompts, once per run: Tokens → Prompts."""
-        def prefix(ids):
-            x = self.clip.text_embed(ids)
+        chunks, shortest_first = [], tokens.eot.argsort(stable=True)
+        for chosen in shortest_first.split(self.chunk):
+            eot = tokens.eot[chosen]
+            x = self.clip.text_embed(tokens.ids[chosen, :int(eot.max()) + 1])
             for block in self.text_blocks[:-ADAPTED_LAYERS]:
                 x = block(x, causal)
-            return x
-        return Prompts(torch.cat([prefix(ids) for ids in tokens.ids.split(self.chunk)]), tokens.eot)
+            chunks.append((x, eot))
+        return Prompts(chunks, shortest_first.argsort())
 
     def adapted_text(self, prompts):
         """Layers J..L with the text tokens after BOT: Prompts → f_text `[C, E]`."""
-        def suffix(x, eot):
-            r = self.text_tokens
-            bot, words, tokens = x[:, :1], x[:, 1:], repeat(r, "k d -> c k d", c=len(x))
-            for l, block in enumerate(self.text_blocks[-ADAPTED_LAYERS:]):
-                if l > 0:
-                    tokens = self.beta * r + (1 - self.beta) * tokens
-                x, shapes = pack([bot, tokens, words], "c * d")
-                bot, tokens, words = unpack(block(x, causal), shapes, "c * d")
-            return self.read_text(words, eot - 1)                # words starts after BOT; EOT stands at eot + K in x
-        chunks = list(zip(prompts.x.split(self.chunk), prompts.eot.split(self.chunk)))
-        if len(chunks) > 1 and torch.is_grad_enabled():          # keeps one chunk's activations, recomputes
-            return torch.cat([checkpoint(suffix, x, eot, use_reentrant=False) for x, eot in chunks])
-        return torch.cat([suffix(x, eot) for x, eot in chunks])
+        r, blocks, ahead = self.text_tokens, self.text_blocks[-ADAPTED_LAYERS:], []
+        bot, tokens = prompts.chunks[0][0][:1, :1], r[None]
+        for l, block in enumerate(blocks):                       # causal: they see no class's words, once for all
+            if l > 0:
+                tokens = self.beta * r + (1 - self.beta) * tokens
+            x, shapes = pack([bot, tokens], "b * d")
+            ahead.append(x)
+            bot, tokens = unpack(block(x, causal), shapes, "b * d")
+
+        def words(x, eot):
+            x, eot = x[:, 1:], eot - 1                           # after BOT
+            T, M = x.shape[1], ahead[0].shape[1]
+            mask = torch.ones(T, M + T, dtype=torch.bool, device=x.device).tril(M)
+            for block, before in zip(blocks[:-1], ahead):
+                x = block(x, partial(F.scaled_dot_product_attention, attn_mask=mask), ahead=before)
+            at_eot = torch.arange(len(x), device=x.device)[:, None], eot[:, None]      # only what is read
+            mask = rearrange(mask[eot], "c k -> c 1 1 k")
+            x = blocks[-1](x, partial(F.scaled_dot_product_attention, attn_mask=mask), at_eot, ahead[-1])
+            return x[:, 0]
+        x = torch.cat([words(*chunk) for chunk in prompts.chunks])[prompts.order]
+        return normalize(self.clip.text_head(x))
 
     @torch.no_grad()
     def frozen_text(self, prompts):
         """Layers J..L of frozen CLIP: Prompts → f_text0 `[C, E]`."""
-        def suffix(x, eot):
+        found = []
+        for x, eot in prompts.chunks:
             for block in self.text_blocks[-ADAPTED_LAYERS:]:
                 x = block(x, causal)
-            return self.read_text(x, eot)
-        return torch.cat([suffix(x, eot) for x, eot in zip(prompts.x.split(self.chunk), prompts.eot.split(self.chunk))])
-
-    def read_text(self, x, eot):
-        return normalize(self.clip.text_head(x[torch.arange(len(x), device=x.device), eot]))
+            found.append(x[torch.arange(len(x), device=x.device), eot])
+        return normalize(self.clip.text_head(torch.cat(found)[prompts.order]))
 
 
 def normalize(x):

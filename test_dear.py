@@ -96,8 +96,7 @@ def test_prefix_and_suffix_equal_the_unsplit_forward(clips, images):
     _, clip = clips
     model = dear.DeAR(clip, dear.uniform_roles("mixed", clip))
     tokens = dear.tokenize(clip, TEXTS)
-    torch.testing.assert_close(model.frozen_image(model.image_prefix(images)),
-                               F.normalize(clip.encode_image(images), dim=-1))
+    torch.testing.assert_close(model.frozen_image(images)[1], F.normalize(clip.encode_image(images), dim=-1))
     torch.testing.assert_close(model.frozen_text(model.prompts(tokens)),
                                F.normalize(clip.encode_text(tokens.ids), dim=-1))
 
@@ -218,8 +217,7 @@ def test_all_generalization_leaves_the_class_feature_frozen(clips, images):
     f_cls, f_attr, _, f_cls0 = model(images, model.prompts(dear.tokenize(clip, TEXTS)))
     torch.testing.assert_close(f_cls0, F.normalize(clip.encode_image(images), dim=-1))
     torch.testing.assert_close(f_cls, f_cls0)
-    gradient, = torch.autograd.grad(f_cls.square().sum() + f_cls[0, 0], model.attr_tokens, retain_graph=True)
-    assert gradient.abs().max() == 0
+    assert not f_cls.requires_grad                         # no attribute token reaches it
     assert torch.autograd.grad(f_attr[0, 0, 0], model.attr_tokens)[0].abs().max() > 0
 
 

@@ -260,9 +260,8 @@ def branches(args, model, prompts):
 
     def logits(images):
         with autocast(args):
-            x = model.image_prefix(images)
+            x, f_cls0 = model.frozen_image(images)
             f_cls, f_attr = model.adapted_image(x)
-            f_cls0 = model.frozen_image(x)
         found = {"CLIP": f_cls0 @ f_text0.T, "fused": dear.fuse(f_cls, f_attr, f_text, alpha, tau),
                  "class": f_cls @ f_text.T}
         if alone.any():
@@ -807,7 +806,7 @@ def features(args, model, items):
     for images, _ in tqdm(data.batches(items, data.transform(model.clip, train=False), EVAL_BATCH,
                                        workers=args.workers or 0), "images", leave=False, disable=None):
         with autocast(args):
-            f_cls, f_attr = model.adapted_image(model.image_prefix(images.to(args.device)))
+            f_cls, f_attr = model.adapted_image(model.frozen_image(images.to(args.device))[0])
         found.append(torch.cat([f_cls[:, None], f_attr], dim=1).cpu())
     return torch.cat(found)
 
