@@ -503,7 +503,11 @@ class Images(torch.utils.data.Dataset):
 def batches(items, transform, batch_size, seed=None, workers=0):
     """Batches of images `[B, 3, S, S]` and labels `[B]`. seed: for training: shuffles and augments, and a last small
     batch is dropped as Dassl does; None keeps order and items."""
+    return loader(Images(items, transform, seed or 0), batch_size, seed, workers)
+
+
+def loader(found, batch_size, seed=None, workers=0):
     train = seed is not None
     return torch.utils.data.DataLoader(
-        Images(items, transform, seed or 0), batch_size, shuffle=train, drop_last=train and len(items) >= batch_size,
+        found, batch_size, shuffle=train, drop_last=train and len(found) >= batch_size,
         generator=torch.Generator().manual_seed(seed or 0), num_workers=workers, pin_memory=torch.cuda.is_available())

@@ -164,14 +164,13 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x, attend, rows=slice(None), ahead=None):
+    def project(self, x, rows):
         D = x.shape[-1]
         (W_q, W_kv), (b_q, b_kv) = [t.split([D, 2 * D]) for t in (self.in_proj_weight, self.in_proj_bias)]
-        q, kv = F.linear(x[rows], W_q, b_q), F.linear(x, W_kv, b_kv)
-        if ahead is not None:
-            kv = torch.cat([F.linear(ahead, W_kv, b_kv).expand(len(x), -1, -1), kv], dim=1)
-        q = rearrange(q, "b n (h d) -> b h n d", h=self.heads)
-        k, v = rearrange(kv, "b n (two h d) -> two b h n d", two=2, h=self.heads)
+        q = rearrange(F.linear(x[rows], W_q, b_q), "b n (h d) -> b h n d", h=self.heads)
+        return q, *rearrange(F.linear(x, W_kv, b_kv), "b n (two h d) -> two b h n d", two=2, h=self.heads)
+
+    def forward(self, q, k, v, attend):
         return self.out_proj(rearrange(attend(q, k, v), "b h n d -> b n (h d)"))
 
 
@@ -191,17 +190,26 @@ class Block(nn.Module):
     """One pre-norm layer: x `[B, N, D]` → `[B, rows, D]`.
 
     attend: how queries meet keys: plain, causal or a role mask. rows: an index into x: what is read of the output; the
-    other tokens are only keys and values. ahead `[1, M, D]`: tokens before x that are the same in every sequence, as
-    keys and values.
+    other tokens are only keys and values. qkv: what stands in for x's own queries, keys and values.
     """
     def __init__(self, width, heads, mlp_ratio, quick_gelu):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, mlp_ratio, quick_gelu)
 
-    def forward(self, x, attend=F.scaled_dot_product_attention, rows=slice(None), ahead=None):
-        x = x[rows] + self.attn(self.ln_1(x), attend, rows, ahead if ahead is None else self.ln_1(ahead))
+    def qkv(self, x, rows=slice(None)):
+        """Queries of `rows`, keys and values of all of x: three of `[B, H, n, d]`."""
+        return self.attn.project(self.ln_1(x), rows)
+
+    def forward(self, x, attend=F.scaled_dot_product_attention, rows=slice(None), qkv=None):
+        x = x[rows] + self.attn(*(qkv or self.qkv(x, rows)), attend)
         return x + self.mlp(self.ln_2(x))
+
+
+def together(first, second):
+    """Queries, keys or values of two groups of tokens, `[B or 1, H, n, d]` each → `[B, H, n + m, d]`."""
+    B = max(len(first[0]), len(second[0]))
+    return [torch.cat([t.expand(B, -1, -1, -1) for t in pair], dim=2) for pair in zip(first, second)]
 
 
 class Transformer(nn.Module):
@@ -505,9 +513,9 @@ class DeAR(nn.Module):
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, images, prompts):
-        """images `[B, 3, S, S]`, prompts of C classes → f_cls `[B, E]`, f_attr `[B, A, E]`, f_text `[C, E]` and frozen
-        CLIP's f_cls0 `[B, E]` of the same images, all normalised."""
-        x, f_cls0 = self.frozen_image(images)                    # sees nothing learned
+        """images `[B, 3, S, S]`, or what frozen_image gave for them; prompts of C classes → f_cls `[B, E]`, f_attr
+        `[B, A, E]`, f_text `[C, E]` and frozen CLIP's f_cls0 `[B, E]` of the same images, all normalised."""
+        x, f_cls0 = self.frozen_image(images) if torch.is_tensor(images) else images
         f_cls, f_attr = self.adapted_image(x)
         return f_cls, f_attr, self.adapted_text(prompts), f_cls0
 
@@ -541,20 +549,22 @@ class DeAR(nn.Module):
     def adapted_image(self, x):
         """Layers J..L with attribute tokens and role mask: frozen_image's `[B, N, D_v]` → f_cls `[B, E]`, f_attr
         `[B, A, E]`."""
-        visual, r = self.clip.visual, self.attr_tokens
-        tokens = r[None]                                         # no positional embedding
+        visual, r, N = self.clip.visual, self.attr_tokens, x.shape[1]
+        tokens, last = r[None], ADAPTED_LAYERS - 1               # no positional embedding
         for l, (block, attend) in enumerate(zip(self.image_blocks[-ADAPTED_LAYERS:], self.image_attention)):
             if l > 0:
                 tokens = self.beta * r + (1 - self.beta) * tokens                      # β-mixing of r with r̃
             if l < self.closed:                                  # the tokens meet each other alone, for all images alike
                 tokens = block(tokens)
                 continue
-            x, shapes = pack([x, tokens.expand(len(x), -1, -1)], "b * d")
-            if l < ADAPTED_LAYERS - 1:
-                x, tokens = unpack(block(x, attend), shapes, "b * d")
-            else:                                                # only what is read below
-                x = block(x, attend, rows=(slice(None), self.read))
-                tokens = x[:, 1:]
+            qkv = None
+            if l == self.closed:                                 # x is still frozen CLIP's: no gradient goes through it
+                with torch.no_grad():
+                    known = block.qkv(x, slice(None) if l < last else CLS)
+                qkv = together(known, block.qkv(tokens))
+            x = torch.cat([x, tokens.expand(len(x), -1, -1)], dim=1)
+            x = block(x, attend, slice(None) if l < last else (slice(None), self.read), qkv)
+            x, tokens = (x[:, :N], x[:, N:]) if l < last else (x[:, :1], x[:, 1:])
         f_attr = normalize(visual.ln_post(tokens) @ self.attr_proj)
         return normalize(visual.head(x[:, 0])), f_attr.expand(len(x), -1, -1)
 
@@ -580,18 +590,21 @@ class DeAR(nn.Module):
             if l > 0:
                 tokens = self.beta * r + (1 - self.beta) * tokens
             x, shapes = pack([bot, tokens], "b * d")
-            ahead.append(x)
-            bot, tokens = unpack(block(x, causal), shapes, "b * d")
+            ahead.append(block.qkv(x))
+            bot, tokens = unpack(block(x, causal, qkv=ahead[-1]), shapes, "b * d")
 
         def words(x, eot):
             x, eot = x[:, 1:], eot - 1                           # after BOT
-            T, M = x.shape[1], ahead[0].shape[1]
+            T, M = x.shape[1], 1 + len(r)
             mask = torch.ones(T, M + T, dtype=torch.bool, device=x.device).tril(M)
-            for block, before in zip(blocks[:-1], ahead):
-                x = block(x, partial(F.scaled_dot_product_attention, attn_mask=mask), ahead=before)
-            at_eot = torch.arange(len(x), device=x.device)[:, None], eot[:, None]      # only what is read
-            mask = rearrange(mask[eot], "c k -> c 1 1 k")
-            x = blocks[-1](x, partial(F.scaled_dot_product_attention, attn_mask=mask), at_eot, ahead[-1])
+            rows = slice(None)
+            for block, (_, *before) in zip(blocks, ahead):
+                if block is blocks[-1]:                          # only what is read
+                    rows = torch.arange(len(x), device=x.device)[:, None], eot[:, None]
+                    mask = rearrange(mask[eot], "c k -> c 1 1 k")
+                q, *own = block.qkv(x, rows)
+                attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
+                x = block(x, attend, rows, (q, *together(before, own)))
             return x[:, 0]
         x = torch.cat([words(*chunk) for chunk in prompts.chunks])[prompts.order]
         return normalize(self.clip.text_head(x))

@@ -88,6 +88,8 @@ def parse(argv):
     add("--batch-size", type=number(int, 1, 10**6), help="default: base2novel 4, else and ImageNet 32; 16 for shapes")
     add("--lr", type=number(float, 0, 1e30), help="default: 1e-3; 5e-3 for shapes")
     add("--weight-decay", type=number(float, 0), default=5e-4)
+    add("--views", type=number(int, 0, 1000), default=0, help="augmented views of each image, drawn once and kept as "
+        "frozen CLIP sees them: epochs take turns at them; 0: drawn anew in every epoch")
     # The machine
     add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--precision", choices=["fp32", "bf16"], help="autocast of the towers; losses are fp32; default: bf16 on CUDA")
@@ -178,46 +180,86 @@ def autocast(args):
     return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.precision == "bf16")
 
 
-def make_losses(args, model, prompts):
-    """The training step up to its losses: images `[B, 3, S, S]`, labels `[B]` → the four terms of LOSSES."""
+def objective(args, model, features, f_text0, labels):
+    """What a forward pass gave, and labels `[B]` → the four terms of LOSSES."""
+    f_cls, f_attr, f_text, f_cls0 = features
+    ce = dear.ce_loss(dear.fuse(f_cls, f_attr, f_text, model.alpha, model.clip.tau), labels)
+    reg = dear.reg_loss(f_cls, f_cls0, f_text, f_text0)
+    fusion = dear.fusion_loss(model.alpha)
+    return torch.stack([ce + args.lambda_reg * reg + args.lambda_fusion * fusion, ce, reg, fusion])
+
+
+def make_step(args, model, prompts, optimizer):
+    """One training step: images `[B, 3, S, S]` or what frozen_image gave for them, labels `[B]` → the terms of LOSSES.
+
+    Compiled as a whole: forward, losses and backward, a graph break, and the update."""
+    torch._dynamo.config.trace_autograd_ops = True        # else backward() breaks the graph, too; before 2.14 it does
     with autocast(args):
         f_text0 = model.frozen_text(prompts)              # once per run: the class names do not change
 
-    def losses(images, labels):
+    def step(images, labels):
         with autocast(args):
-            f_cls, f_attr, f_text, f_cls0 = model(images, prompts)
-        ce = dear.ce_loss(dear.fuse(f_cls, f_attr, f_text, model.alpha, model.clip.tau), labels)
-        reg = dear.reg_loss(f_cls, f_cls0, f_text, f_text0)
-        fusion = dear.fusion_loss(model.alpha)
-        return ce + args.lambda_reg * reg + args.lambda_fusion * fusion, ce, reg, fusion
-    return torch.compile(losses, disable=not args.compile)
+            features = model(images, prompts)
+        terms = objective(args, model, features, f_text0, labels)
+        terms[0].backward()
+        terms = terms.detach()
+        optimizer.step()
+        return terms
+    return torch.compile(step, disable=not args.compile)
 
 
-def train(args, model, losses, items, seed, settings, partial):
+def make_optimizer(args, model):
+    """AdamW over what is trained. The learning rate is a tensor: a number would be compiled in."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], torch.tensor(args.lr),
+                             weight_decay=args.weight_decay)
+
+
+@torch.no_grad()
+def keep_views(args, model, items, seed):
+    """epoch → batches for a step. With --views the frozen part of each view is kept: on the GPU while it has room,
+    else in host memory, x in `--precision`."""
+    augment, drawn = data.transform(model.clip, train=True), [seed * 10**4 + v for v in range(args.views or args.epochs)]
+    if not args.views:
+        return lambda epoch: ((images.to(args.device, non_blocking=True), labels) for images, labels in data.batches(
+            items, augment, args.batch_size, drawn[epoch], args.workers))
+    kept, labels = [], torch.tensor([item.label for item in items])
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    size = args.views * len(items) * model.clip.visual.positional_embedding.numel() * dtype.itemsize
+    full = args.device.startswith("cuda") and size > torch.cuda.mem_get_info(args.device)[0] / 2
+    for view in tqdm(drawn, "views", leave=False, disable=None):
+        found = []
+        for images, _ in data.loader(data.Images(items, augment, view), EVAL_BATCH, workers=args.workers):
+            with autocast(args):
+                x, f_cls0 = model.frozen_image(images.to(args.device))
+            found.append([part.to("cpu" if full else args.device) for part in (x.to(dtype), f_cls0)])
+        kept.append([torch.cat(parts) for parts in zip(*found)])
+    return lambda epoch: ((tuple(part[chosen].to(args.device) for part in kept[epoch % args.views]), labels[chosen])
+                          for chosen in data.loader(range(len(items)), args.batch_size, seed * 10**4 + epoch))
+
+
+def train(args, model, prompts, items, seed, settings, partial):
     """Trains `model` in place on the base classes' items. partial: the file that keeps each epoch, to go on from.
 
     Returns the last epoch's mean of each loss term, and seconds. Errors: FloatingPointError where a loss is not finite.
     """
     first, began = 0, time.time()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=args.weight_decay)
-    augment = data.transform(model.clip, train=True)
+    optimizer = make_optimizer(args, model)
+    one_step = make_step(args, model, prompts, optimizer)
     if partial.exists():
         state = dear.read_checkpoint(partial, optimizer=dict, losses=dict, epoch=int, seconds=float)
         model.load_trained(state["trained"])
         optimizer.load_state_dict(state["optimizer"])
         first, means, began = state["epoch"], state["losses"], began - state["seconds"]
 
+    views = keep_views(args, model, items, seed)
     for epoch in range(first, args.epochs):
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(epoch, args.epochs, args.lr)
+        lr = learning_rate(epoch, args.epochs, args.lr)
+        optimizer.param_groups[0]["lr"].fill_(lr)
         total, started = torch.zeros(len(LOSSES)), time.time()
-        bar = tqdm(data.batches(items, augment, args.batch_size, seed * 10**4 + epoch, args.workers),
-                   f"seed {seed}, epoch {epoch + 1}", leave=False, disable=None)
+        bar = tqdm(views(epoch), f"seed {seed}, epoch {epoch + 1}", max(1, len(items) // args.batch_size), leave=False, disable=None)
         for step, (images, labels) in enumerate(bar, 1):
-            terms = torch.stack(losses(*(t.to(args.device, non_blocking=True) for t in (images, labels))))
             optimizer.zero_grad()
-            terms[0].backward()
-            optimizer.step()
-            terms = terms.detach().cpu()
+            terms = one_step(images, labels.to(args.device, non_blocking=True)).cpu()
             if not terms.isfinite().all():
                 raise FloatingPointError(f"the loss of seed {seed} is {terms[0]} in epoch {epoch + 1}, step {step}: "
                                          f"try a lower --lr than {args.lr:g}, or --precision fp32")
@@ -277,7 +319,7 @@ def harmonic_mean(base, novel):
 # --------------------------------------------------------------------------------------------------------------- runs
 
 FLAGS = ("template", "shots", "text_tokens", "beta", "alpha_cls", "lambda_reg", "lambda_fusion", "epochs", "batch_size",
-         "lr", "weight_decay", "precision")
+         "lr", "weight_decay", "views", "precision")
 
 
 def digest(value):
@@ -477,7 +519,7 @@ def train_and_test(args, dataset, model, labels, tests, settings, seed):
             frozen = accuracy(args, model.clip, items, branches(args, model, prompts))["CLIP"]
             print(f"seed {seed}  {len(items)} training images, {min(per_class)} to {max(per_class)} a class; zero-shot "
                   f"CLIP names {frozen:.2f} % of them", flush=True)                    # a fault in the data shows here
-            means, seconds = train(args, model, make_losses(args, model, prompts), items, seed, settings, partial)
+            means, seconds = train(args, model, prompts, items, seed, settings, partial)
             dear.save_checkpoint(final, model, settings=settings, seed=seed, classes=names, template=args.template,
                                  losses=means, seconds=seconds)
             partial.unlink()
