@@ -193,7 +193,8 @@ def make_step(args, model, prompts, optimizer):
     """One training step: images `[B, 3, S, S]` or what frozen_image gave for them, labels `[B]` → the terms of LOSSES.
 
     Compiled as a whole: forward, losses and backward, a graph break, and the update."""
-    torch._dynamo.config.trace_autograd_ops = True        # else backward() breaks the graph, too; before 2.14 it does
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):    # since torch 2.14; else backward() breaks the graph, too
+        torch._dynamo.config.trace_autograd_ops = True
     with autocast(args):
         f_text0 = model.frozen_text(prompts)              # once per run: the class names do not change
 
@@ -256,7 +257,8 @@ def train(args, model, prompts, items, seed, settings, partial):
         lr = learning_rate(epoch, args.epochs, args.lr)
         optimizer.param_groups[0]["lr"].fill_(lr)
         total, started = torch.zeros(len(LOSSES)), time.time()
-        bar = tqdm(views(epoch), f"seed {seed}, epoch {epoch + 1}", max(1, len(items) // args.batch_size), leave=False, disable=None)
+        bar = tqdm(views(epoch), f"seed {seed}, epoch {epoch + 1}", max(1, len(items) // args.batch_size),
+                   leave=False, disable=None)
         for step, (images, labels) in enumerate(bar, 1):
             optimizer.zero_grad()
             terms = one_step(images, labels.to(args.device, non_blocking=True)).cpu()
