@@ -22,6 +22,7 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
+import bench
 import data
 import dear
 import roles
@@ -482,6 +483,34 @@ def test_exactly_four_tensors_are_trained(clips, images):
     dear.ce_loss(logits, torch.tensor([0, 1, 2])).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0} \
         == {"attr_tokens", "text_tokens", "attr_proj", "w"}
+
+
+def role_map(clip, layers):
+    """Layer by layer: the role of all heads, or "routed" for a mix of every role."""
+    row = lambda role: torch.tensor([dear.role_row(role, dear.ATTRIBUTES)] * clip.heads)
+    return dear.Roles(dear.ATTRIBUTES, torch.stack([routed(clip).visible[0] if role == "routed" else row(role)
+                                                    for role in layers]), "test")
+
+
+@pytest.mark.parametrize("layers", [["routed"] * 4, ["mixed"] * 4, ["generalization", "generalization", "routed", "mixed"],
+                                    ["routed", "generalization", "mixed", "generalization"]])
+def test_a_step_equals_the_plain_one(clips, images, layers):
+    """Nothing that is shared, kept or left out changes the loss or a gradient (bench.plain_features leaves out nothing)."""
+    _, clip = clips
+    model, args = model_with(clip, role_map(clip, layers)), SimpleNamespace(lambda_reg=2., lambda_fusion=1.)
+    prompts, ids = model.prompts(dear.tokenize(clip, TEXTS)), open_clip.SimpleTokenizer(context_length=20)(TEXTS)
+    f_text0, labels, found = model.frozen_text(prompts), torch.tensor([2, 0, 1]), []
+    kept = [part.clone() for part in model.frozen_image(images)]
+    for features in (lambda: bench.plain_features(model, images, ids), lambda: model(images, prompts),
+                     lambda: model(tuple(kept), prompts)):
+        model.zero_grad()
+        loss = train.objective(args, model, features(), f_text0, labels)[0]
+        loss.backward()
+        found.append([loss.detach(), *[p.grad.clone() for p in model.parameters() if p.requires_grad]])
+    assert len(found[0]) == 5 and all(tensor.abs().max() > 0 for tensor in found[0])
+    for ours in found[1:]:
+        for one, other in zip(found[0], ours):
+            assert (one - other).abs().max() <= 1e-4 * one.abs().max()
 
 
 def test_chunks_of_classes_change_nothing(clips):
