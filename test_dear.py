@@ -513,6 +513,27 @@ def test_a_step_equals_the_plain_one(clips, images, layers):
             assert (one - other).abs().max() <= 1e-4 * one.abs().max()
 
 
+def test_a_compiled_step_breaks_once_and_does_not_recompile(clips, images, monkeypatch):
+    """One break, at the optimizer; after two steps (the first makes AdamW's state) no recompile, whatever the rate."""
+    from torch._dynamo.utils import counters
+    _, clip = clips
+    model = model_with(clip, routed(clip))
+    args = SimpleNamespace(lambda_reg=2., lambda_fusion=1., lr=1e-3, weight_decay=0., precision="fp32", device="cpu",
+                           compile=True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset(), counters.clear()
+    prompts, optimizer, graphs = model.prompts(dear.tokenize(clip, TEXTS)), train.make_optimizer(args, model), []
+    step = train.make_step(args, model, prompts, optimizer)
+    for lr in (1e-3, 9e-4, 5e-4, 1e-4):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        optimizer.zero_grad()
+        assert step(images + lr, torch.tensor([2, 0, 1])).isfinite().all()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] <= graphs[1] == graphs[3], graphs
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        assert graphs[3] <= 3 and len(counters["graph_break"]) == 1, (graphs, counters["graph_break"])
+
+
 def test_chunks_of_classes_change_nothing(clips):
     _, clip = clips
     tokens, results = dear.tokenize(clip, TEXTS + ["a dog", "a very small red house"]), []
