@@ -514,7 +514,7 @@ def test_a_step_equals_the_plain_one(clips, images, layers):
 
 
 def test_a_compiled_step_breaks_once_and_does_not_recompile(clips, images, monkeypatch):
-    """One break, at the optimizer; after two steps (the first makes AdamW's state) no recompile, whatever the rate."""
+    """One break, at the optimizer; after two steps no recompile, whatever the learning rate."""
     from torch._dynamo.utils import counters
     _, clip = clips
     model = model_with(clip, routed(clip))
