@@ -487,9 +487,8 @@ def test_exactly_four_tensors_are_trained(clips, images):
 
 def role_map(clip, layers):
     """Layer by layer: the role of all heads, or "routed" for a mix of every role."""
-    row = lambda role: torch.tensor([dear.role_row(role, dear.ATTRIBUTES)] * clip.heads)
-    return dear.Roles(dear.ATTRIBUTES, torch.stack([routed(clip).visible[0] if role == "routed" else row(role)
-                                                    for role in layers]), "test")
+    maps = [routed(clip) if role == "routed" else dear.uniform_roles(role, clip) for role in layers]
+    return dear.Roles(dear.ATTRIBUTES, torch.stack([one.visible[l] for l, one in enumerate(maps)]), "test")
 
 
 @pytest.mark.parametrize("layers", [["routed"] * 4, ["mixed"] * 4, ["generalization", "generalization", "routed", "mixed"],
@@ -500,9 +499,9 @@ def test_a_step_equals_the_plain_one(clips, images, layers):
     model, args = model_with(clip, role_map(clip, layers)), SimpleNamespace(lambda_reg=2., lambda_fusion=1.)
     prompts, ids = model.prompts(dear.tokenize(clip, TEXTS)), open_clip.SimpleTokenizer(context_length=20)(TEXTS)
     f_text0, labels, found = model.frozen_text(prompts), torch.tensor([2, 0, 1]), []
-    kept = [part.clone() for part in model.frozen_image(images)]
+    kept = model.frozen_image(images)
     for features in (lambda: bench.plain_features(model, images, ids), lambda: model(images, prompts),
-                     lambda: model(tuple(kept), prompts)):
+                     lambda: model(kept, prompts)):
         model.zero_grad()
         loss = train.objective(args, model, features(), f_text0, labels)[0]
         loss.backward()
